@@ -1,0 +1,37 @@
+"""Exact flash attention for JAX: Pallas GPU kernels behind one function.
+
+``flash_attention`` takes the arguments of ``jax.nn.dot_product_attention`` and more; ``explain`` tells what would run.
+"""
+
+from .attention import explain, flash_attention
+from .devices import interpret
+from .dispatch import Plan, use_implementation
+from .masks import And, Causal, Dense, Full, Lengths, Mask, Or, Prefix, Segments, Window, mask, static
+from .softmax import merge
+from .spans import Range, Span, Tiles
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "And",
+    "Causal",
+    "Dense",
+    "Full",
+    "Lengths",
+    "Mask",
+    "Or",
+    "Plan",
+    "Prefix",
+    "Range",
+    "Segments",
+    "Span",
+    "Tiles",
+    "Window",
+    "explain",
+    "flash_attention",
+    "interpret",
+    "mask",
+    "merge",
+    "static",
+    "use_implementation",
+]

@@ -1,0 +1,228 @@
+"""The front door: ``flash_attention``, its one ``custom_vjp``, and ``explain``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from . import dispatch
+from .dispatch import Implementation, Plan
+from .kernels import xla
+from .problem import Operands, Output, describe
+
+
+def flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    implementation: Implementation = None,
+    return_residual: bool = False,
+    causal_alignment: str = "top_left",
+    q_offset: Any = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    score: Any = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Any = None,
+    broadcast_dropout: bool = False,
+    precision: Any = None,
+    backward: str = "auto",
+    return_lse: bool = False,
+) -> Any:
+    """Exact attention, ``softmax(scale * q k^T + bias, masked) v``, in memory linear in the length.
+
+    The arguments up to ``return_residual`` are those of :func:`jax.nn.dot_product_attention`, with its order, defaults
+    and results.  Everything that restricts who sees whom is combined: a pair must pass every one of them.
+
+    Args:
+      query: [B, T, N, D], float32, bfloat16 or float16 (float64 on the xla tier).  Any number of batch dimensions,
+        none included; all of query, key and value have one dtype.
+      key: [B, S, K, D]; N is a multiple of K and query head n uses key head ``n // (N / K)``.
+      value: [B, S, K, Dv].
+      bias: float, broadcastable to [B, N, T, S]; added to the scaled logits.  Differentiable.
+      mask: bool, broadcastable to [B, N, T, S], True = attend; or a :class:`pallas_flash.Mask`.
+      scale: of the logits; default ``1 / sqrt(D)``.  A number or a (traced) scalar of any sign.
+      is_causal: query at position p sees keys at positions <= p.
+      query_seq_lengths, key_value_seq_lengths: int [B]; rows from there on are padding.
+      local_window_size: ``(left, right)`` keys on each side of the position, inclusive; None leaves a side open, an
+        int w means (w, w).
+      implementation: None (the library chooses), ``"triton"``, ``"xla"``, ``"xla_chunked"``, or a sequence in order
+        of preference.  A named implementation runs or raises; it never becomes another.
+      return_residual: also return the lse as jax.nn does, [B, T, N] in key's dtype, without gradient.
+      causal_alignment: where query i stands: ``"top_left"``, position i; ``"bottom_right"``, i + S - T, by each row's
+        own lengths where they are given.
+      q_offset: int or int [B]: position of query 0, instead of an alignment.
+      q_segment_ids, kv_segment_ids: int [B, T] and [B, S]; equal ids see each other, a negative id is padding.
+        ``q_segment_ids`` alone serves both sides when T == S.
+      logits_soft_cap: ``cap * tanh(logits / cap)``, before the bias.
+      sinks, alibi_slopes, score, dropout_rate, dropout_rng, broadcast_dropout: not there yet.
+      precision: of the products of float32 inputs: None or "default" (TF32 on a GPU, as XLA does) or "highest".
+      backward: ``"auto"``, ``"deterministic"`` or ``"fast"``; the triton tier's is always deterministic.
+      return_lse: also return the natural-log normaliser of each row, float32 [B, N, T], differentiable.
+
+    Returns:
+      ``out`` [B, T, N, Dv] in query's dtype, or a tuple ``(out, residual, lse)`` of what was asked for.  A row that
+      sees no key gives out 0, lse -inf and zero gradients.
+
+    Raises:
+      ValueError: a malformed argument.
+      NotImplementedError: a valid call that the named implementation has no kernel for.
+
+    Algorithm: FlashAttention-2 (Dao, arXiv:2307.08691, algorithms 1 and 2).
+
+    >>> import jax, jax.numpy as jnp
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 16))
+    >>> flash_attention(q, k, v, is_causal=True).shape
+    (2, 5, 4, 16)
+    >>> bool(jnp.allclose(flash_attention(q, k, v), jax.nn.dot_product_attention(q, k, v), atol=1e-5))
+    True
+    """
+    _refuse_future(sinks, alibi_slopes, score, dropout_rate)
+    problem, x, batch_dims = describe(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        causal_alignment=causal_alignment,
+        q_offset=q_offset,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        precision=precision,
+        backward=backward,
+    )
+    o, lse = run(dispatch.select(problem, implementation), x)
+    o = o.reshape(*batch_dims, *o.shape[1:])
+    lse = lse.reshape(*batch_dims, *lse.shape[1:])
+    results = [o]
+    if return_residual:
+        results.append(jax.lax.stop_gradient(lse).swapaxes(-1, -2).astype(x.k.dtype))
+    if return_lse:
+        results.append(lse)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Plan:
+    """The plan of ``flash_attention`` with the same arguments, without running anything.
+
+    Arrays may be given as :class:`jax.ShapeDtypeStruct`.  Raises what the call would raise.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)
+    >>> print(explain(x, x, x, implementation="xla", is_causal=True).backward)
+    xla
+    """
+    implementation = options.pop("implementation", None)
+    future = {name: options.pop(name, None) for name in ("sinks", "alibi_slopes", "score")}
+    _refuse_future(**future, dropout_rate=options.pop("dropout_rate", 0.0))
+    for name in ("return_residual", "return_lse", "dropout_rng", "broadcast_dropout"):
+        options.pop(name, None)
+    defaults: dict[str, Any] = dict.fromkeys(
+        ("scale", "query_seq_lengths", "key_value_seq_lengths", "local_window_size", "q_offset", "q_segment_ids")
+    )
+    defaults |= dict.fromkeys(("kv_segment_ids", "logits_soft_cap", "precision"))
+    defaults |= {"is_causal": False, "causal_alignment": "top_left", "backward": "auto"}
+    if unknown := options.keys() - defaults.keys():
+        raise TypeError(f"explain() got unknown arguments: {', '.join(sorted(unknown))}")
+    plans = []
+
+    def trace(query, key, value, bias, arrays):
+        problem, _, _ = describe(query, key, value, bias, arrays.pop("mask"), **{**defaults, **static, **arrays})
+        plans.append(dispatch.select(problem, implementation))
+
+    is_array = {name: isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) for name, x in options.items()}
+    static = {name: x for name, x in options.items() if not is_array[name]}
+    arrays = {name: x for name, x in options.items() if is_array[name]}
+    jax.eval_shape(trace, query, key, value, bias, {**arrays, "mask": mask})
+    return plans[0]
+
+
+def run(plan: Plan, x: Operands) -> Output:
+    """Runs a plan; the xla implementations are differentiated by JAX, the tiers by their own backward kernels."""
+    p = plan.problem
+    if p.is_empty:
+        wide = jnp.promote_types(p.dtype, jnp.float32)
+        o = jnp.zeros((p.batch, p.q_len, p.num_q_heads, p.v_head_dim), p.dtype)
+        return Output(o, jnp.full((p.batch, p.num_q_heads, p.q_len), -jnp.inf, wide))
+    if plan.forward == "xla":
+        return xla.attend(p, x)
+    if plan.forward == "xla_chunked":
+        return xla.attend_chunked(p, x)
+    try:
+        return _kernels(plan, x)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise NotImplementedError(_NO_FORWARD_MODE) from error
+
+
+_NO_FORWARD_MODE = (
+    "the attention kernels have no forward-mode (jvp) and no second derivative; call flash_attention with "
+    "implementation='xla', where both work"
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernels(plan: Plan, x: Operands) -> Output:
+    return _forward(plan, x)[0]
+
+
+def _forward(plan: Plan, x: Operands) -> tuple[Output, tuple[Operands, Output]]:
+    out = _once_differentiable(functools.partial(dispatch.TIERS[plan.forward].forward, plan.problem, plan.device))(x)
+    # The names stand inside the rule: outside it, jax.checkpoint would run the forward kernel again to get them.
+    out = Output(checkpoint_name(out.o, "attention_out"), checkpoint_name(out.lse, "attention_lse"))
+    return out, (x, out)
+
+
+def _backward(plan: Plan, saved: tuple[Operands, Output], cotangents: Output) -> tuple[Operands]:
+    x, out = saved
+    tier = dispatch.TIERS[plan.backward]
+    g = _once_differentiable(functools.partial(tier.backward, plan.problem, plan.device))(x, out, *cotangents)
+    dscale = None if g.dscale is None else g.dscale.astype(x.scale.dtype)
+    return (Operands(g.dq, g.dk, g.dv, g.dbias, mask=None, q_offset=None, scale=dscale),)  # type: ignore[arg-type]
+
+
+_kernels.defvjp(_forward, _backward)
+
+
+def _once_differentiable(function: Any) -> Any:
+    """Turns an attempt to differentiate a kernel call into a sentence."""
+    guarded = jax.custom_jvp(function)
+
+    @guarded.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+    return guarded
+
+
+def _refuse_future(sinks: Any, alibi_slopes: Any, score: Any, dropout_rate: Any) -> None:
+    given = {"sinks": sinks, "alibi_slopes": alibi_slopes, "score": score}
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}= is not implemented yet; leave it None")
+    if isinstance(dropout_rate, (int, float)) and not 0.0 <= dropout_rate < 1.0:
+        raise ValueError(f"dropout_rate must be in [0, 1); got {dropout_rate}")
+    if not isinstance(dropout_rate, (int, float)) or dropout_rate > 0.0:
+        raise NotImplementedError(f"dropout_rate={dropout_rate}: dropout is not implemented yet; leave it 0.0")

@@ -1,0 +1,71 @@
+"""The portable tier: kernels written in Pallas, lowered through Triton; Ampere and newer NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import jax
+
+from ...devices import Device
+from ...problem import Gradients, Operands, Output, Problem
+_MISSING = None
+try:
+    # Before the functions below, which have the names of their files.
+    from . import backward as _backward_kernels
+    from . import forward as _forward_kernel
+    from . import tiles
+    from .tile_math import quiet_deprecation
+except ImportError as error:  # the backend is deprecated upstream: the day it is gone, say so and use other tiers
+    _MISSING = f"the installed JAX {jax.__version__} has no Triton backend of Pallas any more ({error})"
+
+NAME = "triton"
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    """Every reason, one sentence each, why this tier cannot serve the problem on the device."""
+    if _MISSING:
+        return [_MISSING]
+    reasons = []
+    if problem.dtype not in _DTYPES:
+        reasons.append(f"dtype {problem.dtype} has no kernel: cast to one of {', '.join(_DTYPES)}")
+    if max(problem.head_dim, problem.v_head_dim) > 512:
+        dims = f"head dims {problem.head_dim} (query, key) and {problem.v_head_dim} (value)"
+        reasons.append(f"{dims} are beyond 512, the largest that a tile in registers can hold")
+    if not device.interpret:
+        if device.platform != "cuda":
+            reasons.append(
+                f"it needs an NVIDIA GPU and the platform is {device.platform!r}; on a CPU its kernels run only, "
+                "slowly, inside `with pallas_flash.interpret():`"
+            )
+        elif device.capability < (8, 0):
+            major, minor = device.capability
+            reasons.append(
+                f"it needs compute capability 8.0 (Ampere) or newer and {device.kind} has {major}.{minor}"
+            )
+    if not reasons:
+        for kernel in ("forward", "dq", "dkv", *(["dbias"] if problem.bias_shape is not None else [])):
+            try:
+                tiles.choose(problem, kernel, device)
+            except ValueError as error:
+                reasons.append(str(error))
+    return reasons
+
+
+def describe(problem: Problem, device: Device) -> dict[str, str]:
+    """Kernel by kernel, the tile that would run."""
+    kernels = ("forward", "dq", "dkv") + (() if problem.bias_shape is None else ("dbias",))
+    return {kernel: str(tiles.choose(problem, kernel, device)) for kernel in kernels}
+
+
+def forward(problem: Problem, device: Device, x: Operands) -> Output:
+    """Output and natural-log lse."""
+    with quiet_deprecation():
+        return _forward_kernel.forward(problem, x, tiles.choose(problem, "forward", device), device.interpret)
+
+
+def backward(
+    problem: Problem, device: Device, x: Operands, out: Output, do: jax.Array, dlse: jax.Array
+) -> Gradients:
+    """Gradients from the cotangents of o and lse."""
+    chosen = {kernel: tiles.choose(problem, kernel, device) for kernel in ("dq", "dkv", "dbias")}
+    with quiet_deprecation():
+        return _backward_kernels.backward(problem, x, out, do, dlse, chosen, device.interpret)

@@ -1,0 +1,156 @@
+"""Backward kernels: FlashAttention-2, algorithm 2 (arXiv:2307.08691), as separate sweeps.
+
+``dq`` walks the keys of a tile of queries, ``dk, dv`` the queries of a tile of keys (and the query heads of its
+group); a program owns what it writes, so there are no atomics and runs are bit-identical.  Scores are recomputed from
+q, k and lse; nothing of size q_len x kv_len is written, but for the gradient of a bias of that shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from ...masks import kv_tile_ranges, q_tile_ranges
+from ...problem import Gradients, Operands, Output, Problem, offset_of
+from ...softmax import LOG2E
+from .bias_gradient import bias_gradient
+from .forward import place
+from .tile_math import (
+    ScoreMaker,
+    chunks_of,
+    dot,
+    dot_chunks,
+    exp2,
+    load_range,
+    load_rows,
+    load_stats,
+    store_rows,
+    three_part_loop,
+    without_nonfinite,
+)
+from .tiles import Tile
+
+
+def backward(
+    problem: Problem, x: Operands, out: Output, do: jax.Array, dlse: jax.Array, tiles: dict[str, Tile], interpret: bool
+) -> Gradients:
+    """All gradients, from the cotangents of o [B, T, N, Dv] and of lse [B, N, T]."""
+    p = problem
+    do = do.astype(x.q.dtype)
+    # The cotangent of lse enters each score's gradient as p * dlse, so it joins delta (FlashAttention-4 does the same).
+    delta = jnp.einsum("btnd,btnd->bnt", out.o.astype(jnp.float32), do.astype(jnp.float32)) - dlse
+    # +inf makes every probability of an empty row exactly 0.
+    lse2 = jnp.where(jnp.isneginf(out.lse), jnp.inf, out.lse * LOG2E)
+    saved = (do, lse2, delta)
+    dq = _dq(p, x, saved, tiles["dq"], interpret)
+    dk, dv = _dkv(p, x, saved, tiles["dkv"], interpret)
+    dscale = None
+    if x.scale is not None:
+        # The kernels leave the scale out where it is an array, so that its own gradient exists at scale 0 too.
+        dscale = jnp.sum(dq.astype(jnp.float32) * x.q.astype(jnp.float32)).reshape(1)
+        dq, dk = ((g * x.scale[0]).astype(g.dtype) for g in (dq, dk))
+    dbias = None if x.bias is None else bias_gradient(p, x, saved, tiles["dbias"], interpret)
+    return Gradients(dq, dk, dv, dbias, dscale)
+
+
+def _dq(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax.Array:
+    ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
+    return pl.pallas_call(
+        functools.partial(_dq_kernel, p, tile, interpret),
+        out_shape=jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
+        grid=(pl.cdiv(p.q_len, tile.block_q) * p.num_q_heads * p.batch,),
+        compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="flash_dq",
+    )(x, saved, jnp.asarray(ranges))
+
+
+def _dq_kernel(p: Problem, tile: Tile, interpret: bool, x: Operands, saved: Any, ranges_ref: Any, dq_ref: Any) -> None:
+    do_ref, lse2_ref, delta_ref = saved
+    batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
+    kv_head = head // p.group
+    q_start = q_tile * tile.block_q
+    q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
+    do = load_rows(do_ref, batch, head, q_start, tile.block_q, p.q_len, check=True)
+    lse2 = load_stats(lse2_ref, batch, head, q_start, tile.block_q, p.q_len, jnp.inf)
+    delta = load_stats(delta_ref, batch, head, q_start, tile.block_q, p.q_len, 0.0)
+    score = ScoreMaker(p, x, q_axis=0, interpret=interpret)
+
+    def step(j, dq, masked):
+        kv_start = j * tile.block_kv
+        k = load_rows(x.k, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
+        v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
+        spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
+        scores = score(dot_chunks(q, k, p, interpret), *spans, masked=masked)
+        probs = exp2(scores.s - lse2[:, None], interpret)
+        dp = dot_chunks(do, v, p, interpret)
+        _, ds = score.d_products(scores, probs, dp, delta[:, None])
+        ds = ds.astype(k[0].dtype)
+        k = without_nonfinite(k) if masked else k
+        return tuple(g + dot(ds, c, p, interpret) for g, c in zip(dq, k, strict=True))
+
+    dq = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.head_dim))
+    dq = three_part_loop(load_range(ranges_ref, batch, head, q_tile), step, dq)
+    scale = 1.0 if p.scale is None else p.scale
+    store_rows(dq_ref, batch, head, q_start, tuple(g * scale for g in dq), p.q_len)
+
+
+def _dkv(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    ranges = q_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
+    return pl.pallas_call(
+        functools.partial(_dkv_kernel, p, tile, interpret),
+        out_shape=(jax.ShapeDtypeStruct(x.k.shape, x.k.dtype), jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)),
+        grid=(pl.cdiv(p.kv_len, tile.block_kv) * p.num_kv_heads * p.batch,),
+        compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="flash_dkv",
+    )(x, saved, jnp.asarray(ranges))
+
+
+def _dkv_kernel(
+    p: Problem, tile: Tile, interpret: bool, x: Operands, saved: Any, ranges_ref: Any, dk_ref: Any, dv_ref: Any
+) -> None:
+    do_ref, lse2_ref, delta_ref = saved
+    # Under a causal mask the first keys are seen by the most queries: walked in order, heaviest first.
+    batch, kv_head, kv_tile = place(p.num_kv_heads, pl.cdiv(p.kv_len, tile.block_kv), reverse=False)
+    kv_start = kv_tile * tile.block_kv
+    k = load_rows(x.k, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=True)
+    v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=True)
+    # Tiles are held transposed, keys by queries, so that p and ds feed their products without a transposition.
+    score = ScoreMaker(p, x, q_axis=1, interpret=interpret)
+
+    def one_head(i, carry):
+        head = kv_head * p.group + i
+
+        def step(j, carry, masked):
+            dk, dv = carry
+            q_start = j * tile.block_q
+            q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=masked)
+            do = load_rows(do_ref, batch, head, q_start, tile.block_q, p.q_len, check=masked)
+            lse2 = load_stats(lse2_ref, batch, head, q_start, tile.block_q, p.q_len, jnp.inf)
+            delta = load_stats(delta_ref, batch, head, q_start, tile.block_q, p.q_len, 0.0)
+            spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
+            scores = score(dot_chunks(k, q, p, interpret), *spans, masked=masked)
+            probs_t = exp2(scores.s - lse2[None, :], interpret)
+            dp_t = dot_chunks(v, do, p, interpret)
+            _, ds_t = score.d_products(scores, probs_t, dp_t, delta[None, :])
+            probs_t, ds_t = probs_t.astype(do[0].dtype), ds_t.astype(q[0].dtype)
+            if masked:
+                q, do = without_nonfinite(q), without_nonfinite(do)
+            dv = tuple(g + dot(probs_t, c, p, interpret) for g, c in zip(dv, do, strict=True))
+            dk = tuple(g + dot(ds_t, c, p, interpret) for g, c in zip(dk, q, strict=True))
+            return dk, dv
+
+        return three_part_loop(load_range(ranges_ref, batch, head, kv_tile), step, carry)
+
+    dk = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.head_dim))
+    dv = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.v_head_dim))
+    dk, dv = one_head(0, (dk, dv)) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, (dk, dv))
+    scale = 1.0 if p.scale is None else p.scale
+    store_rows(dk_ref, batch, kv_head, kv_start, tuple(g * scale for g in dk), p.kv_len)
+    store_rows(dv_ref, batch, kv_head, kv_start, dv, p.kv_len)

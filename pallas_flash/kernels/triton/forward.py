@@ -1,0 +1,99 @@
+"""Forward kernel: FlashAttention-2, algorithm 1 (arXiv:2307.08691), one program per tile of queries."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from ...masks import kv_tile_ranges
+from ...problem import Operands, Output, Problem, offset_of
+from ...softmax import LN2, LOWEST
+from .tile_math import (
+    ScoreMaker,
+    chunks_of,
+    dot,
+    dot_chunks,
+    exp2,
+    has_nonfinite,
+    load_range,
+    load_rows,
+    store_rows,
+    three_part_loop,
+    without_nonfinite,
+)
+from .tiles import Tile
+
+
+def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool) -> Output:
+    """Output [B, T, N, Dv] in the inputs' dtype and natural-log lse [B, N, T] in float32."""
+    p = problem
+    ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
+    num_tiles = pl.cdiv(p.q_len, tile.block_q)
+    o, lse = pl.pallas_call(
+        functools.partial(_kernel, p, tile, interpret),
+        out_shape=(
+            jax.ShapeDtypeStruct((p.batch, p.q_len, p.num_q_heads, p.v_head_dim), x.q.dtype),
+            jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.q_len), jnp.float32),
+        ),
+        grid=(num_tiles * p.num_q_heads * p.batch,),
+        compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="flash_forward",
+    )(x, jnp.asarray(ranges))
+    return Output(o, lse)
+
+
+def _kernel(p: Problem, tile: Tile, interpret: bool, x: Operands, ranges_ref: Any, o_ref: Any, lse_ref: Any) -> None:
+    batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
+    kv_head = head // p.group
+    q_start = q_tile * tile.block_q
+    q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
+    score = ScoreMaker(p, x, q_axis=0, interpret=interpret)
+
+    def step(j, carry, masked):
+        m, l, acc = carry
+        kv_start = j * tile.block_kv
+        k = load_rows(x.k, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
+        v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
+        spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
+        s = score(dot_chunks(q, k, p, interpret), *spans, masked=masked).s
+        if masked:
+            # A forbidden value meets p = 0 in the second product; NaN there goes in through an allowed score only.
+            s = jnp.where(has_nonfinite(v)[None, :] & (s > -jnp.inf), jnp.nan, s)
+            v = without_nonfinite(v)
+        m_new = jnp.maximum(m, s.max(axis=1))
+        alpha = exp2(m - m_new, interpret)
+        probs = exp2(s - m_new[:, None], interpret)
+        l = l * alpha + probs.sum(axis=1)
+        probs = probs.astype(v[0].dtype)
+        acc = tuple(a * alpha[:, None] + dot(probs, c, p, interpret) for a, c in zip(acc, v, strict=True))
+        return m_new, l, acc
+
+    m = jnp.full((tile.block_q,), LOWEST, jnp.float32)
+    l = jnp.zeros((tile.block_q,), jnp.float32)
+    acc = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.v_head_dim))
+    m, l, acc = three_part_loop(load_range(ranges_ref, batch, head, q_tile), step, (m, l, acc))
+
+    empty = l == 0.0
+    norm = 1.0 / jnp.where(empty, 1.0, l)
+    store_rows(o_ref, batch, head, q_start, tuple(a * norm[:, None] for a in acc), p.q_len)
+    lse = jnp.where(empty, -jnp.inf, m * LN2 + jnp.log(jnp.where(empty, 1.0, l)))
+    rows = q_start + jax.lax.iota(jnp.int32, tile.block_q)
+    plt.store(lse_ref.at[batch, head, pl.ds(q_start, tile.block_q)], lse, mask=rows < p.q_len)
+
+
+def place(num_heads: int, num_tiles: int, *, reverse: bool = True) -> tuple[Any, Any, Any]:
+    """(batch, head, tile) of this program: tiles fastest, so that the programs in flight share keys in L2.
+
+    ``reverse`` walks a head's tiles from the last, the heaviest of a causal mask: light tiles fill the end.
+    One grid axis, because CUDA's second and third stop at 65535.
+    """
+    program = pl.program_id(0)
+    tile = jax.lax.rem(program, num_tiles)
+    rest = jax.lax.div(program, num_tiles)
+    return jax.lax.div(rest, num_heads), jax.lax.rem(rest, num_heads), (num_tiles - 1 - tile) if reverse else tile

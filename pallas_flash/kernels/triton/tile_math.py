@@ -1,0 +1,303 @@
+"""What the Triton kernels share: loads, products, scores, masks and probabilities of one tile.
+
+Everything that names the Triton backend of Pallas is in this folder, because that backend is deprecated upstream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from ...problem import Operands, Problem
+from ...softmax import LOG2E
+
+Chunks = tuple[jax.Array, ...]
+
+
+class Chunk(NamedTuple):
+    """A power-of-two run of channels: ``[start, start + size)`` of which ``valid`` exist in the array."""
+
+    start: int
+    size: int
+    valid: int
+
+
+def chunks_of(dim: int) -> tuple[Chunk, ...]:
+    """Splits a head dim into runs that Triton can hold: powers of two, at least 16 and at most 256.
+
+    Two runs where that wastes nothing beyond the next multiple of 16 (80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64,
+    72 = 64 + 16 of which 8 exist), otherwise one padded run per 256: narrow products cost more than padding.
+    """
+    chunks = []
+    start = 0
+    while start < dim:
+        left = dim - start
+        padded = max(16, pl.next_power_of_2(min(left, 256)))
+        half = padded // 2
+        rest = -(-(min(left, 256) - half) // 16) * 16
+        if half >= 16 and 0 < rest < half and rest == pl.next_power_of_2(rest):
+            padded = half
+        chunks.append(Chunk(start, padded, min(padded, left)))
+        start += padded
+    return tuple(chunks)
+
+
+def padded_dim(dim: int) -> int:
+    """Channels that a tile of this head dim holds."""
+    return sum(c.size for c in chunks_of(dim))
+
+
+def exp2(x: jax.Array, interpret: bool) -> jax.Array:
+    """2**x in one instruction (ex2.approx.ftz, error 2 ulp); jnp.exp2 costs five on the GPU, so only interpreted."""
+    if interpret:
+        return jnp.exp2(x)
+    (y,) = plt.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return y
+
+
+def dot(a: jax.Array, b: jax.Array, problem: Problem, interpret: bool, *, trans_b: bool = False) -> jax.Array:
+    """``a @ b`` or ``a @ b.T``, accumulated in float32; float32 operands as the problem's precision says."""
+    contract = (((1,), (1 if trans_b else 0,)), ((), ()))
+    precision: Any = None
+    if a.dtype == jnp.float32:
+        if problem.precision == "highest":
+            # Three TF32 products: float32 accuracy on the tensor cores. The interpreter multiplies in float32 anyway.
+            x3 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+            precision = jax.lax.Precision.HIGHEST if interpret else x3
+        else:
+            precision = jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
+def dot_chunks(a: Chunks, b: Chunks, problem: Problem, interpret: bool) -> jax.Array:
+    """``a @ b.T`` with the contracted head dim held in chunks."""
+    total = None
+    for a_c, b_c in zip(a, b, strict=True):
+        product = dot(a_c, b_c, problem, interpret, trans_b=True)
+        total = product if total is None else total + product
+    assert total is not None  # a head dim of 0 never reaches a kernel
+    return total
+
+
+def load_rows(ref: Any, batch: Any, head: Any, start: Any, block: int, length: int, *, check: bool) -> Chunks:
+    """Rows ``[start, start + block)`` of one head of a [B, length, heads, dim] array, in chunks of channels.
+
+    With ``check``, rows behind ``length`` read as 0; without, the caller knows that there are none.
+    """
+    return tuple(
+        _load_chunk(ref, batch, head, start, block, length, chunk, check) for chunk in chunks_of(ref.shape[-1])
+    )
+
+
+def _load_chunk(ref, batch, head, start, block, length, chunk, check):
+    # Dynamic starts everywhere: a static slice past the edge of the array is refused, masked or not.
+    channel = jnp.int32(chunk.start) + _zero(start)
+    view = ref.at[batch, pl.ds(start, block), head, pl.ds(channel, chunk.size)]
+    inside = None
+    if check and (length % block or ref.shape[1] % block):
+        inside = (start + _iota(block) < length)[:, None]
+    if chunk.valid < chunk.size:
+        columns = (_iota(chunk.size) < chunk.valid)[None, :]
+        inside = columns if inside is None else inside & columns
+    if inside is None:
+        return plt.load(view)
+    inside = jnp.broadcast_to(inside, (block, chunk.size))
+    return plt.load(view, mask=inside, other=jnp.zeros((), ref.dtype))
+
+
+def store_rows(ref: Any, batch: Any, head: Any, start: Any, values: Chunks, length: int) -> None:
+    """The opposite of :func:`load_rows`; rows behind ``length`` and channels that do not exist stay unwritten."""
+    block = values[0].shape[0]
+    for chunk, value in zip(chunks_of(ref.shape[-1]), values, strict=True):
+        channel = jnp.int32(chunk.start) + _zero(start)
+        view = ref.at[batch, pl.ds(start, block), head, pl.ds(channel, chunk.size)]
+        inside = (start + _iota(block) < length)[:, None] & (_iota(chunk.size) < chunk.valid)[None, :]
+        exact = length % block == 0 and chunk.valid == chunk.size
+        plt.store(view, value.astype(ref.dtype), mask=None if exact else inside)
+
+
+def load_stats(ref: Any, batch: Any, head: Any, start: Any, block: int, length: int, other: float) -> jax.Array:
+    """Per-row float32 values from a [B, N, length] array; ``other`` behind the length."""
+    view = ref.at[batch, head, pl.ds(start, block)]
+    if length % block == 0:
+        return plt.load(view)
+    return plt.load(view, mask=start + _iota(block) < length, other=jnp.float32(other))
+
+
+def _iota(size: int) -> jax.Array:
+    return jax.lax.iota(jnp.int32, size)
+
+
+def _zero(traced: Any) -> Any:
+    """A zero that the tracer cannot fold, for slices that must look dynamic."""
+    return traced - traced
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonSpan:
+    """A run of tokens along axis 0 or 1 of a tile in registers."""
+
+    row: jax.Array
+    index: jax.Array
+    batch: Any
+    head: Any
+    flat: jax.Array
+    length: int
+    axis: int
+
+    @classmethod
+    def of(cls, start: Any, block: int, length: int, offset: Any, batch: Any, head: Any, axis: int) -> TritonSpan:
+        flat = start + _iota(block)
+        row = flat[:, None] if axis == 0 else flat[None, :]
+        return cls(row, row + offset, batch, head, flat, length, axis)
+
+    def take(self, per_token: Any) -> jax.Array:
+        batch = self.batch if per_token.shape[0] > 1 else 0
+        values = plt.load(per_token.at[batch, self.flat], mask=self.flat < self.length, other=_nothing(per_token))
+        return values[:, None] if self.axis == 0 else values[None, :]
+
+    def per_batch(self, values: Any) -> jax.Array:
+        return values[self.batch if values.shape[0] > 1 else 0]
+
+    def take_pairs(self, kv: TritonSpan, pairs: Any) -> jax.Array:
+        """A tile of an array [B or 1, N or 1, T or 1, S or 1]; a dimension of 1 stays 1."""
+        batches, heads, q_len, kv_len = pairs.shape
+        batch = self.batch if batches > 1 else 0
+        head = self.head if heads > 1 else 0
+        q_row = self.row if q_len > 1 else jnp.zeros((1, 1), jnp.int32)
+        kv_row = kv.row if kv_len > 1 else jnp.zeros((1, 1), jnp.int32)
+        shape = jnp.broadcast_shapes(q_row.shape, kv_row.shape)
+        q_row, kv_row = jnp.broadcast_to(q_row, shape), jnp.broadcast_to(kv_row, shape)
+        inside = (q_row < q_len) & (kv_row < kv_len)
+        return plt.load(pairs.at[batch, head, q_row, kv_row], mask=inside, other=_nothing(pairs))
+
+
+def _nothing(ref: Any) -> jax.Array:
+    return jnp.zeros((), ref.dtype)
+
+
+class Scores(NamedTuple):
+    """One tile of scores in base 2, and what its derivative needs."""
+
+    s: jax.Array  # float32, -inf where forbidden
+    allowed: jax.Array | None  # None where the whole tile is
+    capped: jax.Array | None  # tanh of the soft cap
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreMaker:
+    """Turns products q.k of a tile into masked base-2 logits: scale, soft cap, bias, then every mask.
+
+    The one place where a logit gets its meaning in this tier; forward, dq and dk/dv kernels all call it, the last
+    with the tile transposed (``q_axis`` 1).
+    """
+
+    problem: Problem
+    x: Operands  # of refs
+    q_axis: int
+    interpret: bool
+
+    def offset(self, batch: Any) -> Any:
+        if self.problem.q_offset is not None:
+            return self.problem.q_offset
+        return self.x.q_offset[batch if self.x.q_offset.shape[0] > 1 else 0]
+
+    def spans(self, batch, head, q_start, block_q, kv_start, block_kv) -> tuple[TritonSpan, TritonSpan]:
+        p = self.problem
+        q = TritonSpan.of(q_start, block_q, p.q_len, self.offset(batch), batch, head, self.q_axis)
+        return q, TritonSpan.of(kv_start, block_kv, p.kv_len, 0, batch, head, 1 - self.q_axis)
+
+    def __call__(self, products: jax.Array, q: TritonSpan, kv: TritonSpan, *, masked: bool) -> Scores:
+        p = self.problem
+        scale = p.scale if p.scale is not None else self.x.scale[0]
+        capped = None
+        if p.soft_cap is None:
+            s = products * (scale * LOG2E)
+        else:
+            capped = jnp.tanh(products * (scale / p.soft_cap))
+            s = capped * (p.soft_cap * LOG2E)
+        if self.x.bias is not None:
+            s = s + q.take_pairs(kv, self.x.bias).astype(jnp.float32) * LOG2E
+        if not masked:
+            return Scores(s, None, capped)
+        allowed = self.x.mask.allows(q, kv)
+        if p.kv_len % kv.flat.shape[0]:
+            allowed = allowed & (kv.row < p.kv_len)
+        if self.q_axis == 1 and p.q_len % q.flat.shape[0]:
+            # Queries behind the end have p = 0, but a NaN in v would make their ds NaN.
+            allowed = allowed & (q.row < p.q_len)
+        allowed = jnp.broadcast_to(allowed, s.shape)
+        return Scores(jnp.where(allowed, s, -jnp.inf), allowed, capped)
+
+    def d_products(self, scores: Scores, p: jax.Array, dp: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Gradients of the loss by the logits (for the bias) and by ``scale * q.k`` (for q and k).
+
+        ``dp`` is do.v, ``delta`` the row sums of do * o less the cotangent of lse
+        (FlashAttention-2, arXiv:2307.08691, algorithm 2).  Forbidden pairs get 0 even where dp is NaN.
+        """
+        ds = p * (dp - delta)
+        if scores.allowed is not None:
+            ds = jnp.where(scores.allowed, ds, 0.0)
+        if scores.capped is None:
+            return ds, ds
+        return ds, ds * (1.0 - scores.capped * scores.capped)
+
+
+def without_nonfinite(values: Chunks) -> Chunks:
+    """Values with NaN and infinities as 0, for the second product of a masked tile, where 0 * NaN would leak."""
+    return tuple(jnp.where(_is_finite(v), v, jnp.zeros((), v.dtype)) for v in values)
+
+
+def has_nonfinite(values: Chunks) -> jax.Array:
+    """Which rows of a tile hold a NaN or an infinity."""
+    bad = None
+    for v in values:
+        here = jnp.where(_is_finite(v), 0.0, 1.0).max(axis=1)
+        bad = here if bad is None else jnp.maximum(bad, here)
+    assert bad is not None
+    return bad > 0
+
+
+def _is_finite(v: jax.Array) -> jax.Array:
+    return jnp.abs(v.astype(jnp.float32)) < jnp.inf
+
+
+def three_part_loop(ranges: Any, body: Any, carry: Any) -> Any:
+    """Runs ``body(j, carry, masked)`` over a tile range: masked, unmasked, masked.
+
+    ``ranges`` is (first, first full, end of full, end); the kvax and FlashAttention-3 split, so that the test of
+    the mask is paid only where it can fail.
+    """
+    first, full, full_end, end = ranges
+    carry = jax.lax.fori_loop(first, full, lambda j, c: body(j, c, True), carry)
+    carry = jax.lax.fori_loop(full, full_end, lambda j, c: body(j, c, False), carry)
+    return jax.lax.fori_loop(full_end, end, lambda j, c: body(j, c, True), carry)
+
+
+def load_range(ref: Any, batch: Any, head: Any, tile: Any) -> tuple[Any, Any, Any, Any]:
+    """The four bounds of a tile from an int32 array [B or 1, N or 1, tiles, 4]."""
+    batch = batch if ref.shape[0] > 1 else 0
+    head = head if ref.shape[1] > 1 else 0
+    return tuple(ref[batch, head, tile, i] for i in range(4))  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def quiet_deprecation() -> Iterator[None]:
+    """Lowering through Triton warns since JAX 0.11; our users can do nothing about it, so they are not told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+        yield

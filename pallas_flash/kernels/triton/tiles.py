@@ -1,0 +1,99 @@
+"""Block sizes, warps and pipeline stages of each Triton kernel, and the rule that picks them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.experimental import pallas as pl
+
+from ...devices import Device
+from ...problem import Problem
+from .tile_math import padded_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How one kernel cuts the scores: ``block_q`` queries by ``block_kv`` keys per step.
+
+    ``num_warps`` warps of 32 threads share a tile; ``stages`` tiles of the walked side are in flight at once.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_kv}, {self.num_warps} warps, {self.stages} stages"
+
+
+# Winners of a sweep on an H200 (notes in docs/performance.md), by padded head dim, for 16-bit inputs.
+_FORWARD = {64: Tile(128, 64, 8, 3), 128: Tile(128, 128, 8, 3), 256: Tile(128, 64, 8, 2), 512: Tile(64, 32, 8, 1)}
+_DQ = {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 3), 512: Tile(64, 32, 8, 1)}
+_DKV = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2), 256: Tile(128, 32, 8, 2), 512: Tile(32, 32, 8, 1)}
+_TABLES = {"forward": _FORWARD, "dq": _DQ, "dkv": _DKV, "dbias": _DQ}
+
+
+def choose(problem: Problem, kernel: str, device: Device) -> Tile:
+    """The tile of ``kernel`` ("forward", "dq", "dkv" or "dbias"), shrunk until it fits the problem and the device.
+
+    Raises:
+      ValueError: not even the smallest tile fits the device's shared memory.
+    """
+    dim = max(padded_dim(problem.head_dim), padded_dim(problem.v_head_dim))
+    table = _TABLES[kernel]
+    tile = table[next((d for d in table if dim <= d), 512)]
+    if problem.dtype == "float32":
+        # Twice the bytes and, with TF32 or its triple product, twice the registers per element.
+        tile = dataclasses.replace(tile, block_q=max(32, tile.block_q // 2), block_kv=max(16, tile.block_kv // 2))
+    tile = dataclasses.replace(
+        tile,
+        block_q=min(tile.block_q, max(16, pl.next_power_of_2(problem.q_len))),
+        block_kv=min(tile.block_kv, max(16, pl.next_power_of_2(problem.kv_len))),
+    )
+    if min(tile.block_q, tile.block_kv) <= 32 and tile.num_warps > 4 and dim <= 128:
+        tile = dataclasses.replace(tile, num_warps=4)
+    while (smaller := _smaller(tile)) is not None and not fits(problem, kernel, tile, device):
+        tile = smaller
+    if not fits(problem, kernel, tile, device):
+        raise ValueError(f"no tile of the {kernel} kernel fits {device.shared_memory} bytes of shared memory")
+    return tile
+
+
+def _smaller(tile: Tile) -> Tile | None:
+    if tile.stages > 2:
+        return dataclasses.replace(tile, stages=tile.stages - 1)
+    if tile.block_kv > 32:
+        return dataclasses.replace(tile, block_kv=tile.block_kv // 2)
+    if tile.block_q > 32:
+        return dataclasses.replace(tile, block_q=tile.block_q // 2)
+    if tile.stages > 1:
+        return dataclasses.replace(tile, stages=1)
+    if tile.block_kv > 16:
+        return dataclasses.replace(tile, block_kv=16)
+    if tile.block_q > 16:
+        return dataclasses.replace(tile, block_q=16)
+    return None
+
+
+def fits(problem: Problem, kernel: str, tile: Tile, device: Device) -> bool:
+    """Whether the estimate of shared memory stays within the device's limit."""
+    return shared_memory(problem, kernel, tile) <= device.shared_memory
+
+
+def shared_memory(problem: Problem, kernel: str, tile: Tile) -> int:
+    """Bytes of shared memory that Triton allocates, estimated: resident tiles, plus the walked side per stage."""
+    size = 4 if problem.dtype == "float32" else 2
+    dims = padded_dim(problem.head_dim) + padded_dim(problem.v_head_dim)
+    scores = tile.block_q * tile.block_kv * size
+    if kernel == "forward":
+        resident = tile.block_q * padded_dim(problem.head_dim) * size
+        walked = tile.block_kv * dims * size
+        return resident + tile.stages * walked
+    if kernel == "dkv":
+        resident = tile.block_kv * dims * size
+        walked = tile.block_q * dims * size
+        return resident + max(1, tile.stages) * walked + scores
+    resident = tile.block_q * dims * size
+    walked = tile.block_kv * dims * size
+    return resident + max(1, tile.stages) * walked + scores

@@ -1,0 +1,127 @@
+"""Plain attention: the definition, the oracle of the tests, and what runs where no kernel can.
+
+``attend`` is the definition in one screen, differentiated by JAX itself, so forward mode and second derivatives
+work.  ``attend_chunked`` runs it over slices of the queries and recomputes each slice in the backward pass: the same
+numbers in memory linear in the length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..masks import Mask
+from ..problem import Operands, Output, Problem, offset_of
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseSpan:
+    """Rows of one side of the whole [B, N, T, S] array of scores; ``axis`` is -2 for queries and -1 for keys."""
+
+    row: jax.Array
+    index: jax.Array
+    batch: jax.Array
+    head: jax.Array
+    axis: int
+
+    def _rows(self) -> jax.Array:
+        return self.row.reshape(-1)
+
+    def take(self, per_token: Any) -> jax.Array:
+        values = jnp.asarray(per_token)[:, self._rows()]
+        return values[:, None, :, None] if self.axis == -2 else values[:, None, None, :]
+
+    def per_batch(self, values: Any) -> jax.Array:
+        return jnp.asarray(values).reshape(-1, 1, 1, 1)
+
+    def take_pairs(self, kv: DenseSpan, pairs: Any) -> jax.Array:
+        return pairs if pairs.shape[-2] == 1 else pairs[:, :, self._rows(), :]
+
+
+def spans(batch: int, heads: int, rows: jax.Array, kv_len: int, q_offset: Any) -> tuple[DenseSpan, DenseSpan]:
+    """The spans of query ``rows`` and of all keys."""
+    every_batch = jnp.arange(batch, dtype=jnp.int32).reshape(-1, 1, 1, 1)
+    every_head = jnp.arange(heads, dtype=jnp.int32).reshape(1, -1, 1, 1)
+    q_rows = rows.astype(jnp.int32)[:, None]
+    q_index = q_rows + jnp.asarray(q_offset, jnp.int32).reshape(-1, 1, 1, 1)
+    keys = jnp.arange(kv_len, dtype=jnp.int32)[None, :]
+    q = DenseSpan(q_rows, q_index, every_batch, every_head, -2)
+    return q, DenseSpan(keys, keys, every_batch, every_head, -1)
+
+
+def dense_mask(mask: Mask, q_len: int, kv_len: int, q_offset: Any) -> jax.Array:
+    """A mask as a boolean array [B or 1, N or 1, q_len, kv_len]."""
+    batch = max([1] + [leaf.shape[0] for leaf in jax.tree.leaves(mask) if jnp.ndim(leaf)])
+    allowed = mask.allows(*spans(batch, 1, jnp.arange(q_len), kv_len, q_offset))
+    allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
+    return jnp.broadcast_to(allowed, (*allowed.shape[:2], q_len, kv_len))
+
+
+def attend(problem: Problem, x: Operands, rows: jax.Array | None = None) -> Output:
+    """Softmax attention by its definition, over all queries or the given ``rows`` (``x.q`` holds just those).
+
+    Statistics in float32 (float64 for float64 inputs).  A row with no allowed key gives output 0 and lse -inf.
+    What is NaN or infinite in a key, value or query reaches only the pairs that the mask allows.
+    """
+    p = problem
+    wide = jnp.promote_types(p.dtype, jnp.float32)
+    rows = jnp.arange(p.q_len, dtype=jnp.int32) if rows is None else rows
+    q_span, kv_span = spans(p.batch, p.num_q_heads, rows, p.kv_len, offset_of(p, x))
+    (q, bad_q), (k, bad_k), (v, bad_v) = (_finite(a) for a in (x.q, x.k, x.v))
+    precision = jax.lax.Precision.HIGHEST if p.precision == "highest" else None
+
+    grouped = q.reshape(p.batch, -1, p.num_kv_heads, p.group, p.head_dim)
+    logits = jnp.einsum("btkgd,bskd->bkgts", grouped, k, precision=precision, preferred_element_type=wide)
+    logits = logits.reshape(p.batch, p.num_q_heads, -1, p.kv_len)
+    logits = logits * (p.scale if p.scale is not None else x.scale)
+    if p.soft_cap is not None:
+        logits = p.soft_cap * jnp.tanh(logits / p.soft_cap)
+    if x.bias is not None:
+        bias = x.bias if x.bias.shape[2] == 1 else x.bias[:, :, rows]
+        logits = logits + bias.astype(wide)
+    bad = bad_q[..., None] | jnp.repeat(bad_k | bad_v, p.group, axis=1)[:, :, None, :]
+    allowed = jnp.broadcast_to(x.mask.allows(q_span, kv_span), logits.shape)
+    logits = jnp.where(allowed, jnp.where(bad, jnp.nan, logits), -jnp.inf)
+
+    m = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    m = jnp.where(jnp.isneginf(m), 0.0, m)
+    unnormalised = jnp.exp(logits - m)
+    total = unnormalised.sum(-1, keepdims=True)
+    empty = total == 0
+    probs = unnormalised / jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1.0, total)) + m)[..., 0]
+    probs = probs.astype(p.dtype).reshape(p.batch, p.num_kv_heads, p.group, -1, p.kv_len)
+    o = jnp.einsum("bkgts,bskd->btkgd", probs, v, precision=precision, preferred_element_type=wide)
+    o = o.reshape(p.batch, -1, p.num_q_heads, p.v_head_dim)
+    # The select keeps the cotangent of an empty row, whatever it is, away from every gradient.
+    o = jnp.where(empty[..., 0].swapaxes(1, 2)[..., None], 0.0, o)
+    return Output(o.astype(p.dtype), lse.astype(wide))
+
+
+def _finite(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """An array with its NaN and infinities as 0, and which tokens [B, heads, length] had one."""
+    finite = jnp.isfinite(a)
+    return jnp.where(finite, a, 0), ~finite.all(-1).swapaxes(1, 2)
+
+
+def attend_chunked(problem: Problem, x: Operands, chunk: int = 256) -> Output:
+    """``attend`` over ``chunk`` queries at a time, recomputed in the backward pass (Rabe & Staats, arXiv:2112.05682)."""
+    p = problem
+    count = -(-p.q_len // chunk)
+    padding = count * chunk - p.q_len
+    q = jnp.pad(x.q, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    q = q.reshape(p.batch, count, chunk, p.num_q_heads, p.head_dim).swapaxes(0, 1)
+    rows = jnp.minimum(jnp.arange(count * chunk, dtype=jnp.int32), p.q_len - 1).reshape(count, chunk)
+
+    @jax.checkpoint
+    def one(args):
+        q_chunk, row_chunk = args
+        return attend(p, x._replace(q=q_chunk), row_chunk)
+
+    o, lse = jax.lax.map(one, (q, rows))
+    o = o.swapaxes(0, 1).reshape(p.batch, count * chunk, p.num_q_heads, p.v_head_dim)
+    lse = jnp.moveaxis(lse, 0, 2).reshape(p.batch, p.num_q_heads, count * chunk)
+    return Output(o[:, : p.q_len], lse[..., : p.q_len])

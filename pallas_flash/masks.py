@@ -1,0 +1,352 @@
+"""Which query may see which key: small pytrees, combined with ``&`` and ``|``.
+
+A mask answers ``allows(q, kv)``, its meaning, used unchanged by every tier, and ``kv_range(q)`` / ``q_range(kv)``,
+a promise about work: which part of the other side a tile need look at, and where it need not test
+(:class:`pallas_flash.spans.Range`).  The default promises nothing, so a new mask is correct before it is fast.
+
+Arrays in a mask have the batch (or 1) as their first axis.
+
+>>> import jax.numpy as jnp
+>>> (Causal() & Window(left=1)).dense(3, 3)[0, 0].astype(int).tolist()
+[[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .spans import EVERYTHING, HIGH, LOW, NO_PROMISE, Range, Span, Tiles, intersect, lib, unite
+
+_T = TypeVar("_T")
+
+
+def static(**kwargs: Any) -> Any:
+    """A field of a mask that is a compile-time constant rather than an array."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+def mask(cls: type[_T]) -> type[_T]:
+    """Class decorator: makes a :class:`Mask` subclass a frozen dataclass and a pytree.
+
+    Fields made with :func:`static` are part of the structure; all others are arrays.
+
+    >>> @mask
+    ... class EveryOther(Mask):
+    ...     step: int = static()
+    ...     def allows(self, q, kv):
+    ...         return (q.index - kv.index) % self.step == 0
+    >>> EveryOther(2).dense(2, 3)[0, 0].tolist()
+    [[True, False, True], [False, True, False]]
+    """
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    meta = [f.name for f in fields if f.metadata.get("static")]
+    data = [f.name for f in fields if not f.metadata.get("static")]
+    return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
+
+
+class Mask:
+    """Base of all masks.  Subclass with :func:`mask` and define :meth:`allows`."""
+
+    def allows(self, q: Span, kv: Span) -> jax.Array:
+        """True where the query may see the key; any shape that broadcasts over the tile."""
+        raise NotImplementedError(f"{type(self).__name__} must define allows(q, kv)")
+
+    def kv_range(self, q: Tiles) -> Range:
+        """For each tile of queries: positions of the keys that it may see."""
+        return NO_PROMISE
+
+    def q_range(self, kv: Tiles) -> Range:
+        """For each tile of keys: positions of the queries that may see it."""
+        return NO_PROMISE
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, other)
+
+    def dense(self, q_len: int, kv_len: int, q_offset: Any = 0) -> jax.Array:
+        """The mask as a boolean array [B or 1, N or 1, q_len, kv_len] (for tests, pictures and plain attention)."""
+        from .kernels.xla import dense_mask  # the dense spans live beside the plain definition
+
+        return dense_mask(self, q_len, kv_len, q_offset)
+
+
+@mask
+class And(Mask):
+    """Pairs that both masks allow."""
+
+    a: Any
+    b: Any
+
+    def allows(self, q, kv):
+        return self.a.allows(q, kv) & self.b.allows(q, kv)
+
+    def kv_range(self, q):
+        return intersect(self.a.kv_range(q), self.b.kv_range(q))
+
+    def q_range(self, kv):
+        return intersect(self.a.q_range(kv), self.b.q_range(kv))
+
+
+@mask
+class Or(Mask):
+    """Pairs that at least one mask allows."""
+
+    a: Any
+    b: Any
+
+    def allows(self, q, kv):
+        return self.a.allows(q, kv) | self.b.allows(q, kv)
+
+    def kv_range(self, q):
+        return unite(self.a.kv_range(q), self.b.kv_range(q))
+
+    def q_range(self, kv):
+        return unite(self.a.q_range(kv), self.b.q_range(kv))
+
+
+@mask
+class Full(Mask):
+    """Every query sees every key."""
+
+    def allows(self, q, kv):
+        return jnp.full((1, 1), True)
+
+    def kv_range(self, q):
+        return EVERYTHING
+
+    def q_range(self, kv):
+        return EVERYTHING
+
+
+@mask
+class Causal(Mask):
+    """Keys at or before the query's position."""
+
+    def allows(self, q, kv):
+        return kv.index <= q.index
+
+    def kv_range(self, q):
+        return Range(LOW, LOW, q.lo + 1, q.hi)
+
+    def q_range(self, kv):
+        return Range(kv.lo, kv.hi - 1, HIGH, HIGH)
+
+
+@mask
+class Window(Mask):
+    """Keys from ``left`` tokens before the query's position to ``right`` behind it, inclusive; None leaves a side open."""
+
+    left: int | None = static(default=None)
+    right: int | None = static(default=None)
+
+    def allows(self, q, kv):
+        allowed = jnp.full((1, 1), True)
+        if self.left is not None:
+            allowed = allowed & (kv.index >= q.index - self.left)
+        if self.right is not None:
+            allowed = allowed & (kv.index <= q.index + self.right)
+        return allowed
+
+    def kv_range(self, q):
+        lo, full_lo = (LOW, LOW) if self.left is None else (q.lo - self.left, q.hi - 1 - self.left)
+        full_hi, hi = (HIGH, HIGH) if self.right is None else (q.lo + self.right + 1, q.hi + self.right)
+        return Range(lo, full_lo, full_hi, hi)
+
+    def q_range(self, kv):
+        lo, full_lo = (LOW, LOW) if self.right is None else (kv.lo - self.right, kv.hi - 1 - self.right)
+        full_hi, hi = (HIGH, HIGH) if self.left is None else (kv.lo + self.left + 1, kv.hi + self.left)
+        return Range(lo, full_lo, full_hi, hi)
+
+
+@mask
+class Prefix(Mask):
+    """The first ``length`` keys, for every query: ``Causal() | Prefix(n)`` is a prefix language model."""
+
+    length: Any  # int32 [B or 1]
+
+    def allows(self, q, kv):
+        return kv.index < kv.per_batch(self.length)
+
+    def kv_range(self, q):
+        length = q.per_batch(self.length)
+        return Range(LOW, LOW, length, length)
+
+    def q_range(self, kv):
+        xp = lib(length := kv.per_batch(self.length))
+        return Range(
+            LOW,
+            xp.where(kv.hi <= length, LOW, HIGH),
+            xp.where(kv.hi <= length, HIGH, LOW),
+            xp.where(kv.lo < length, HIGH, LOW),
+        )
+
+
+@mask
+class Lengths(Mask):
+    """Padding: rows of each batch row from its length on neither see nor are seen.  None leaves a side alone.
+
+    ``q_len`` and ``kv_len`` are int arrays [B or 1], in rows of the arrays (not positions).
+    """
+
+    q_len: Any = None
+    kv_len: Any = None
+
+    def allows(self, q, kv):
+        allowed = jnp.full((1, 1), True)
+        if self.q_len is not None:
+            allowed = allowed & (q.row < q.per_batch(self.q_len))
+        if self.kv_len is not None:
+            allowed = allowed & (kv.row < kv.per_batch(self.kv_len))
+        return allowed
+
+    def kv_range(self, q):
+        return self._range(q, self.q_len, self.kv_len)
+
+    def q_range(self, kv):
+        return self._range(kv, self.kv_len, self.q_len)
+
+    @staticmethod
+    def _range(side, own_len, other_len):
+        bounds = EVERYTHING
+        if other_len is not None:
+            other_len = side.per_batch(other_len)
+            bounds = side.in_positions(Range(LOW, LOW, other_len, other_len))
+        if own_len is not None:
+            own_len = side.per_batch(own_len)
+            inside = side.row_hi <= own_len
+            begun = side.row_lo < own_len
+            xp = lib(own_len)
+            own = Range(LOW, xp.where(inside, LOW, HIGH), xp.where(inside, HIGH, LOW), xp.where(begun, HIGH, LOW))
+            bounds = intersect(bounds, own)
+        return bounds
+
+
+@mask
+class Segments(Mask):
+    """Tokens see each other where their ids are equal, contiguous or not; a negative id is padding.
+
+    ``q_ids`` is int32 [B or 1, q_len], ``kv_ids`` int32 [B or 1, kv_len].
+    """
+
+    q_ids: Any
+    kv_ids: Any
+
+    def allows(self, q, kv):
+        q_ids = q.take(self.q_ids)
+        return (q_ids == kv.take(self.kv_ids)) & (q_ids >= 0)
+
+    def kv_range(self, q):
+        return self._range(q, self.q_ids, self.kv_ids)
+
+    def q_range(self, kv):
+        return self._range(kv, self.kv_ids, self.q_ids)
+
+    @staticmethod
+    def _range(side, own, other):
+        if own.shape[0] != other.shape[0]:
+            rows = max(own.shape[0], other.shape[0])
+            own = jnp.broadcast_to(own, (rows, own.shape[1]))
+            other = jnp.broadcast_to(other, (rows, other.shape[1]))
+        own = jnp.asarray(own, jnp.int32)
+        first, last, count = jax.vmap(_occurrences)(own, jnp.asarray(other, jnp.int32))
+        first = jnp.where(own < 0, HIGH, first)
+        last = jnp.where(own < 0, LOW, last)
+        lo, hi = side.reduce(first, "min"), side.reduce(last, "max") + 1
+        one_run = side.reduce(count == last - first + 1, "all")
+        one_run &= side.reduce(own, "min") == side.reduce(own, "max")
+        bounds = Range(lo, jnp.where(one_run, lo, HIGH), jnp.where(one_run, hi, LOW), hi)
+        return side.in_positions(Range(*(bound[:, None, :] for bound in bounds)))
+
+
+def _occurrences(own: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each id of ``own`` [t]: first and last place in ``other`` [s] and how often it stands there."""
+    order = jnp.argsort(other, stable=True).astype(jnp.int32)
+    ordered = other[order]
+    left = jnp.searchsorted(ordered, own, side="left").astype(jnp.int32)
+    right = jnp.searchsorted(ordered, own, side="right").astype(jnp.int32)
+    found = right > left
+    size = other.shape[0]
+    first = jnp.where(found, order[jnp.minimum(left, size - 1)], HIGH)
+    last = jnp.where(found, order[jnp.maximum(right - 1, 0)], LOW)
+    return first, last, right - left
+
+
+@mask
+class Dense(Mask):
+    """Any boolean array that broadcasts to [B, N, q_len, kv_len]; True = attend."""
+
+    array: Any  # [B or 1, N or 1, q_len or 1, kv_len or 1]
+
+    def allows(self, q, kv):
+        return q.take_pairs(kv, self.array)
+
+    def kv_range(self, q):
+        return self._range(q, jnp.asarray(self.array, bool))
+
+    def q_range(self, kv):
+        return self._range(kv, jnp.asarray(self.array, bool).swapaxes(-1, -2))
+
+    @staticmethod
+    def _range(side, allowed):
+        # [B, N, own, other] -> what each tile of the own side allows at each place of the other side
+        allowed = allowed.swapaxes(-1, -2)
+        if allowed.shape[-1] == 1:
+            some, every = allowed[..., 0][..., None, :], allowed[..., 0][..., None, :]
+        else:
+            some, every = side.reduce(allowed, "any").swapaxes(-1, -2), side.reduce(allowed, "all").swapaxes(-1, -2)
+        if some.shape[-1] == 1:  # the same answer everywhere on the other side
+            some, every = some[..., 0], every[..., 0]
+            bounds = Range(
+                LOW, jnp.where(every, LOW, HIGH), jnp.where(every, HIGH, LOW), jnp.where(some, HIGH, LOW)
+            )
+        else:
+            place = jnp.arange(some.shape[-1], dtype=jnp.int32)
+            lo = jnp.where(some, place, HIGH).min(-1)
+            hi = jnp.where(some, place, LOW).max(-1) + 1
+            last_gap = jax.lax.cummax(jnp.where(every, -1, place), axis=every.ndim - 1)
+            run = place - last_gap  # length of the run of full places that ends here
+            full_hi = jnp.argmax(run, axis=-1).astype(jnp.int32) + 1
+            bounds = Range(lo, full_hi - run.max(-1), full_hi, hi)
+        return side.in_positions(bounds)
+
+
+def all_of(masks: list[Mask]) -> Mask:
+    """The conjunction of any number of masks; :class:`Full` for none."""
+    combined: Mask | None = None
+    for m in masks:
+        combined = m if combined is None else combined & m
+    return Full() if combined is None else combined
+
+
+def kv_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
+    """For each tile of queries its tiles of keys: int32 [B or 1, N or 1, q tiles, 4] (see ``Tiles.to_tiles``)."""
+    q = Tiles(q_len, block_q, q_offset, other_length=kv_len)
+    ranges = Tiles(kv_len, block_kv).to_tiles(m.kv_range(q))
+    return _spread(ranges, q.count)
+
+
+def q_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
+    """For each tile of keys its tiles of queries: int32 [B or 1, N or 1, kv tiles, 4]."""
+    kv = Tiles(kv_len, block_kv, other_offset=q_offset, other_length=q_len)
+    positions = m.q_range(kv)
+    offset = kv.per_batch(q_offset)
+    ranges = Tiles(q_len, block_q).to_tiles(Range(*(_rows(bound, offset) for bound in positions)))
+    return _spread(ranges, kv.count)
+
+
+def _rows(bound: Any, offset: Any) -> Any:
+    """A position as a row; the two "no bound" values are far enough away to survive the shift."""
+    return bound - offset
+
+
+def _spread(ranges: Any, count: int) -> Any:
+    shape = (*ranges.shape[:2], count, 4)
+    return np.broadcast_to(ranges, shape) if isinstance(ranges, np.ndarray) else jnp.broadcast_to(ranges, shape)

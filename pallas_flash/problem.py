@@ -1,0 +1,392 @@
+"""What one call asks for: static facts (``Problem``), arrays (``Operands``), and all checks of the arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .masks import Causal, Dense, Lengths, Mask, Segments, Window, all_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Static facts of one attention call; hashable, checked once by :func:`describe`.
+
+    ``scale`` is None when it is an array among the operands; ``q_offset`` (position of query 0) likewise.
+    ``precision`` is "highest" (true float32 products) or "default" (TF32 for float32 inputs on a GPU).
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    scale: float | None
+    soft_cap: float | None
+    q_offset: int | None
+    bias_shape: tuple[int, int, int, int] | None
+    bias_dtype: str | None
+    mask: str
+    precision: Literal["default", "highest"]
+    backward: Literal["auto", "deterministic", "fast"]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def is_empty(self) -> bool:
+        """No score exists: some output axis, or the keys, have size 0."""
+        sizes = (self.batch, self.q_len, self.kv_len, self.num_q_heads, self.head_dim, self.v_head_dim)
+        return 0 in sizes
+
+    def __str__(self) -> str:
+        heads = f"{self.num_q_heads}" + ("" if self.group == 1 else f"/{self.num_kv_heads}") + " heads"
+        dims = f"D={self.head_dim}" + ("" if self.v_head_dim == self.head_dim else f", Dv={self.v_head_dim}")
+        lengths = f"{self.q_len} queries x {self.kv_len} keys"
+        extras = [self.mask]
+        if self.bias_shape is not None:
+            extras.append(f"bias {list(self.bias_shape)} {self.bias_dtype}")
+        if self.soft_cap is not None:
+            extras.append(f"soft cap {self.soft_cap:g}")
+        return f"{self.dtype}, batch {self.batch}, {lengths}, {heads}, {dims}, " + ", ".join(extras)
+
+
+class Operands(NamedTuple):
+    """The arrays of one call, batch dimensions already merged into one."""
+
+    q: jax.Array  # [B, T, N, D]
+    k: jax.Array  # [B, S, K, D]
+    v: jax.Array  # [B, S, K, Dv]
+    bias: jax.Array | None  # [B or 1, N or 1, T or 1, S or 1]
+    mask: Mask
+    q_offset: jax.Array | None  # int32 [B or 1]; None when static
+    scale: jax.Array | None  # float32 [1]; None when static
+
+
+class Output(NamedTuple):
+    o: jax.Array  # [B, T, N, Dv]
+    lse: jax.Array  # float32 natural log [B, N, T]
+
+
+class Gradients(NamedTuple):
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+    dbias: jax.Array | None
+    dscale: jax.Array | None
+
+
+def offset_of(problem: Problem, x: Operands) -> Any:
+    """Position of query 0: an int, or an int32 array [B or 1]."""
+    return problem.q_offset if problem.q_offset is not None else x.q_offset
+
+
+def check_offset_is_valid(q_offset: Any) -> None:
+    if isinstance(q_offset, (int, np.integer)) and abs(int(q_offset)) >= 2**29:
+        raise ValueError(f"q_offset={q_offset} is out of range: positions must stay within +-2**29")
+
+
+def describe(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    mask: Any,
+    *,
+    scale: Any,
+    is_causal: bool,
+    query_seq_lengths: Any,
+    key_value_seq_lengths: Any,
+    local_window_size: Any,
+    causal_alignment: str,
+    q_offset: Any,
+    q_segment_ids: Any,
+    kv_segment_ids: Any,
+    logits_soft_cap: Any,
+    precision: Any,
+    backward: str,
+) -> tuple[Problem, Operands, tuple[int, ...]]:
+    """Checks every argument and splits the call into static facts and arrays.
+
+    Returns the problem, its operands, and the batch dimensions of ``query`` (empty for 3-D input).
+
+    Raises:
+      ValueError: a malformed argument; the text names it, its value or shape, and the rule.
+    """
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    batch_dims = _check_arrays(query, key, value)
+    nb = len(batch_dims)
+    batch = math.prod(batch_dims)
+    q_len, num_q_heads, head_dim = query.shape[nb:]
+    kv_len, num_kv_heads, v_head_dim = value.shape[nb:]
+
+    masks: list[Mask] = []
+    if is_causal:
+        masks.append(Causal())
+    masks += _window(local_window_size)
+    q_lengths = _lengths("query_seq_lengths", query_seq_lengths, batch_dims)
+    kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch_dims)
+    if q_lengths is not None or kv_lengths is not None:
+        masks.append(Lengths(_clip(q_lengths, q_len), _clip(kv_lengths, kv_len)))
+    masks += _segments(q_segment_ids, kv_segment_ids, batch_dims, q_len, kv_len)
+    target = (batch_dims, num_q_heads, q_len, kv_len)
+    if isinstance(mask, Mask):
+        masks.append(_own_arrays(mask, batch))
+    elif mask is not None:
+        masks.append(Dense(_pairwise("mask", mask, *target)))
+        if masks[-1].array.dtype != jnp.bool_:
+            raise ValueError(
+                f"mask must be boolean (True = attend) or a pallas_flash.Mask, got {masks[-1].array.dtype}; "
+                "an additive float mask goes in as bias="
+            )
+    if bias is not None:
+        bias = _pairwise("bias", bias, *target)
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise ValueError(f"bias must be a float array, got {bias.dtype}; a boolean mask goes in as mask=")
+
+    static_offset, offset_array = _offset(
+        q_offset, causal_alignment, batch_dims, q_len, kv_len, q_lengths, kv_lengths
+    )
+    static_scale, scale_array = _scale(scale, head_dim)
+    combined = all_of(masks)
+    problem = Problem(
+        batch=batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        dtype=str(query.dtype),
+        scale=static_scale,
+        soft_cap=_soft_cap(logits_soft_cap),
+        q_offset=static_offset,
+        bias_shape=None if bias is None else bias.shape,
+        bias_dtype=None if bias is None else str(bias.dtype),
+        mask=" & ".join(_name(m) for m in masks) or "no mask",
+        precision=_precision(precision),
+        backward=_one_of("backward", backward, ("auto", "deterministic", "fast")),
+    )
+    flat = (x.reshape(batch, *x.shape[nb:]) for x in (query, key, value))
+    return problem, Operands(*flat, bias, combined, offset_array, scale_array), batch_dims
+
+
+def _check_arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    layout = "layout is [batch, length, heads, head_dim] or [length, heads, head_dim]"
+    if query.ndim < 3:
+        raise ValueError(f"query must have at least 3 dimensions, {layout}; got {shapes}")
+    if not query.ndim == key.ndim == value.ndim:
+        raise ValueError(f"query, key and value must have the same number of dimensions; got {shapes}")
+    batch_dims = query.shape[:-3]
+    if not batch_dims == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"query, key and value must have equal batch dimensions; got {shapes}")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"key and value must agree in all but the head dim; {layout}; got {shapes}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same head dim; {layout}; got {shapes}")
+    num_q_heads, num_kv_heads = query.shape[-2], key.shape[-2]
+    if (num_kv_heads == 0) != (num_q_heads == 0) or (num_kv_heads and num_q_heads % num_kv_heads):
+        raise ValueError(
+            f"the {num_q_heads} query heads must be a multiple of the {num_kv_heads} key/value heads; {layout}; "
+            f"got {shapes}"
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"query, key and value must have one dtype; got {query.dtype}, {key.dtype} and {value.dtype}: "
+            "cast them with .astype(...) first"
+        )
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(f"query, key and value must be float arrays; got {query.dtype}")
+    return batch_dims
+
+
+def _pairwise(name: str, x: Any, batch_dims: tuple[int, ...], heads: int, q_len: int, kv_len: int) -> jax.Array:
+    """An array that broadcasts to [batch dims, N, T, S], as [B or 1, N or 1, T or 1, S or 1]."""
+    x = jnp.asarray(x)
+    target = (*batch_dims, heads, q_len, kv_len)
+    rank = max(4, len(target))
+    full = (1,) * (rank - len(target)) + target
+    if x.ndim > rank or any(
+        have not in (1, want) for have, want in zip(x.shape[::-1], full[::-1], strict=False)
+    ):
+        raise ValueError(
+            f"{name} of shape {x.shape} does not broadcast to [batch, heads, q_len, kv_len] = {list(target)}: "
+            "each dimension must be 1 or the full size"
+        )
+    x = x.reshape((1,) * (rank - x.ndim) + x.shape)
+    outer = x.shape[:-3]
+    if math.prod(outer) == 1:
+        return x.reshape(1, *x.shape[-3:])
+    x = jnp.broadcast_to(x, (*full[:-3], *x.shape[-3:]))
+    return x.reshape(math.prod(full[:-3]), *x.shape[-3:])
+
+
+def _int_array(name: str, x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} must be an integer array, got {x.dtype}")
+    return x
+
+
+def _lengths(name: str, x: Any, batch_dims: tuple[int, ...]) -> jax.Array | None:
+    if x is None:
+        return None
+    x = _int_array(name, x)
+    wanted = batch_dims or (1,)
+    if x.shape not in (wanted, batch_dims):
+        raise ValueError(f"{name} must have one length per batch row, shape {list(wanted)}; got shape {x.shape}")
+    return x.reshape(-1)
+
+
+def _clip(lengths: jax.Array | None, size: int) -> jax.Array | None:
+    return None if lengths is None else jnp.clip(lengths, 0, size).astype(jnp.int32)
+
+
+def _window(size: Any) -> list[Mask]:
+    if size is None:
+        return []
+    sides = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(sides) != 2:
+        raise ValueError(f"local_window_size must be an int or a pair (left, right); got {size!r}")
+    checked = []
+    for side in sides:
+        try:
+            side = None if side is None else operator.index(side)
+        except TypeError:
+            raise ValueError(f"local_window_size must hold ints or None; got {size!r}") from None
+        if side is not None and side < 0:
+            raise ValueError(f"local_window_size={size!r}: sizes must be >= 0; use None for a side without a limit")
+        # Nothing is farther away than this; keeps position arithmetic inside int32.
+        checked.append(None if side is None else min(side, 2**29))
+    return [Window(*checked)] if checked != [None, None] else []
+
+
+def _segments(
+    q_ids: Any, kv_ids: Any, batch_dims: tuple[int, ...], q_len: int, kv_len: int
+) -> list[Mask]:
+    if q_ids is None and kv_ids is None:
+        return []
+    if q_ids is None:
+        raise ValueError("kv_segment_ids was given without q_segment_ids; give both, or q_segment_ids alone")
+    if kv_ids is None:
+        if q_len != kv_len:
+            raise ValueError(
+                f"q_segment_ids alone serves both sides only when their lengths agree (got {q_len} queries and "
+                f"{kv_len} keys); give kv_segment_ids too"
+            )
+        kv_ids = q_ids
+
+    def ids(name, x, length):
+        x = _int_array(name, x)
+        wanted = (*batch_dims, length)
+        if x.shape != wanted:
+            raise ValueError(f"{name} must have shape [batch, length] = {list(wanted)}; got {x.shape}")
+        return x.astype(jnp.int32).reshape(-1, length)
+
+    return [Segments(ids("q_segment_ids", q_ids, q_len), ids("kv_segment_ids", kv_ids, kv_len))]
+
+
+def _own_arrays(m: Mask, batch: int) -> Mask:
+    """A user's mask with its arrays as arrays whose first axis is 1 or the batch."""
+
+    def leaf(path, x):
+        x = jnp.asarray(x)
+        x = x[None] if x.ndim == 0 else x
+        if x.shape[0] not in (1, batch):
+            raise ValueError(
+                f"array {jax.tree_util.keystr(path)} of mask {_name(m)} has shape {x.shape}; the first axis of a "
+                f"mask's arrays is the batch, 1 or {batch}"
+            )
+        return x
+
+    return jax.tree_util.tree_map_with_path(leaf, m)
+
+
+def _offset(
+    q_offset: Any,
+    alignment: str,
+    batch_dims: tuple[int, ...],
+    q_len: int,
+    kv_len: int,
+    q_lengths: jax.Array | None,
+    kv_lengths: jax.Array | None,
+) -> tuple[int | None, jax.Array | None]:
+    _one_of("causal_alignment", alignment, ("top_left", "bottom_right"))
+    if alignment == "bottom_right":
+        if q_offset is not None:
+            raise ValueError(
+                "q_offset and causal_alignment='bottom_right' both state the position of query 0; give one of them"
+            )
+        if q_lengths is None and kv_lengths is None:
+            return kv_len - q_len, None
+        last_q = jnp.full((1,), q_len) if q_lengths is None else _clip(q_lengths, q_len)
+        last_kv = jnp.full((1,), kv_len) if kv_lengths is None else _clip(kv_lengths, kv_len)
+        return None, (last_kv - last_q).astype(jnp.int32)
+    if q_offset is None:
+        return 0, None
+    if isinstance(q_offset, (int, np.integer)) and not isinstance(q_offset, bool):
+        check_offset_is_valid(q_offset)
+        return int(q_offset), None
+    q_offset = _int_array("q_offset", q_offset)
+    if q_offset.ndim and q_offset.shape not in (batch_dims, (1,)):
+        raise ValueError(f"q_offset must be an int or have shape {list(batch_dims)}; got shape {q_offset.shape}")
+    return None, q_offset.astype(jnp.int32).reshape(-1)
+
+
+def _scale(scale: Any, head_dim: int) -> tuple[float | None, jax.Array | None]:
+    if scale is None:
+        return (1.0 / math.sqrt(head_dim) if head_dim else 1.0), None
+    if isinstance(scale, (int, float, np.number)):
+        return float(scale), None
+    scale = jnp.asarray(scale)
+    if scale.size != 1 or jnp.issubdtype(scale.dtype, jnp.complexfloating):
+        raise ValueError(f"scale must be a real scalar; got {scale.dtype} of shape {scale.shape}")
+    wide = jnp.float64 if scale.dtype == jnp.float64 else jnp.float32
+    return None, scale.astype(wide).reshape(1)
+
+
+def _soft_cap(cap: Any) -> float | None:
+    if cap is None:
+        return None
+    if not isinstance(cap, (int, float, np.number)) or not cap > 0 or not math.isfinite(cap):
+        raise ValueError(f"logits_soft_cap must be a positive number or None; got {cap!r}")
+    return float(cap)
+
+
+def _precision(precision: Any) -> Literal["default", "highest"]:
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if isinstance(precision, tuple):
+        precision = precision[0] if len(set(precision)) == 1 else precision
+    names = {None: "default", "float32": "highest", "fastest": "default", "tensorfloat32": "default"}
+    plain = {"default": "default", "high": "default", "highest": "highest", "bfloat16": "default"}
+    name = precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
+    try:
+        return {**names, **plain}[name]  # type: ignore[index,return-value]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"precision must be None, 'default', 'high', 'highest' or a jax.lax.Precision; got {precision!r}"
+        ) from None
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+    return value
+
+
+def _name(m: Mask) -> str:
+    return type(m).__name__

@@ -1,0 +1,42 @@
+"""Numbers of the base-2 online softmax, and the merge of partial results."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+# The running maximum starts here and not at -inf, so that exp2(m_old - m_new) needs no special case in a row that
+# has seen no allowed key yet.  Base-2 logits below it count as forbidden, like a bias of finfo.min.
+LOWEST = -1e30
+
+
+def merge(o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Joins attention over two disjoint sets of keys.
+
+    Args:
+      o_a, o_b: outputs [B, T, N, Dv].
+      lse_a, lse_b: float32 natural-log normalisers [B, N, T]; -inf where a row saw no key.
+
+    Returns:
+      ``(o, lse)`` of the attention over both sets; 0 and -inf where neither saw a key.
+      (FlashAttention, arXiv:2205.14135, section 3.1: softmax of concatenated blocks.)
+
+    >>> import jax.numpy as jnp
+    >>> o, lse = jnp.ones((1, 1, 1, 1)), jnp.zeros((1, 1, 1))
+    >>> merged, total = merge(o, lse, 3 * o, lse)
+    >>> float(merged[0, 0, 0, 0])
+    2.0
+    """
+    lse = jnp.logaddexp(lse_a, lse_b)
+    finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
+
+    def weight(part):
+        return jnp.exp(part - finite).swapaxes(-1, -2)[..., None]
+
+    o = weight(lse_a) * o_a.astype(jnp.float32) + weight(lse_b) * o_b.astype(jnp.float32)
+    return o.astype(o_a.dtype), lse

@@ -21,6 +21,7 @@ from ...softmax import LOG2E
 from .bias_gradient import bias_gradient
 from .forward import place
 from .tile_math import (
+    Loops,
     ScoreMaker,
     chunks_of,
     dot,
@@ -30,7 +31,7 @@ from .tile_math import (
     load_rows,
     load_stats,
     store_rows,
-    three_part_loop,
+    walk,
     without_nonfinite,
 )
 from .tiles import Tile
@@ -61,7 +62,7 @@ def backward(
 def _dq(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax.Array:
     ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     return pl.pallas_call(
-        functools.partial(_dq_kernel, p, tile, interpret),
+        functools.partial(_dq_kernel, p, tile, Loops.of(ranges), interpret),
         out_shape=jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
         grid=(pl.cdiv(p.q_len, tile.block_q) * p.num_q_heads * p.batch,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
@@ -70,7 +71,7 @@ def _dq(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax
     )(x, saved, jnp.asarray(ranges))
 
 
-def _dq_kernel(p: Problem, tile: Tile, interpret: bool, x: Operands, saved: Any, ranges_ref: Any, dq_ref: Any) -> None:
+def _dq_kernel(p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, saved: Any, ranges_ref: Any, dq_ref: Any) -> None:
     do_ref, lse2_ref, delta_ref = saved
     batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
     kv_head = head // p.group
@@ -95,7 +96,7 @@ def _dq_kernel(p: Problem, tile: Tile, interpret: bool, x: Operands, saved: Any,
         return tuple(g + dot(ds, c, p, interpret) for g, c in zip(dq, k, strict=True))
 
     dq = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.head_dim))
-    dq = three_part_loop(load_range(ranges_ref, batch, head, q_tile), step, dq)
+    dq = walk(loops, load_range(ranges_ref, batch, head, q_tile), step, dq)
     scale = 1.0 if p.scale is None else p.scale
     store_rows(dq_ref, batch, head, q_start, tuple(g * scale for g in dq), p.q_len)
 
@@ -103,7 +104,7 @@ def _dq_kernel(p: Problem, tile: Tile, interpret: bool, x: Operands, saved: Any,
 def _dkv(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> tuple[jax.Array, jax.Array]:
     ranges = q_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     return pl.pallas_call(
-        functools.partial(_dkv_kernel, p, tile, interpret),
+        functools.partial(_dkv_kernel, p, tile, Loops.of(ranges), interpret),
         out_shape=(jax.ShapeDtypeStruct(x.k.shape, x.k.dtype), jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)),
         grid=(pl.cdiv(p.kv_len, tile.block_kv) * p.num_kv_heads * p.batch,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
@@ -113,7 +114,7 @@ def _dkv(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> tu
 
 
 def _dkv_kernel(
-    p: Problem, tile: Tile, interpret: bool, x: Operands, saved: Any, ranges_ref: Any, dk_ref: Any, dv_ref: Any
+    p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, saved: Any, ranges_ref: Any, dk_ref: Any, dv_ref: Any
 ) -> None:
     do_ref, lse2_ref, delta_ref = saved
     # Under a causal mask the first keys are seen by the most queries: walked in order, heaviest first.
@@ -146,7 +147,7 @@ def _dkv_kernel(
             dk = tuple(g + dot(ds_t, c, p, interpret) for g, c in zip(dk, q, strict=True))
             return dk, dv
 
-        return three_part_loop(load_range(ranges_ref, batch, head, kv_tile), step, carry)
+        return walk(loops, load_range(ranges_ref, batch, head, kv_tile), step, carry)
 
     dk = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.head_dim))
     dv = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.v_head_dim))

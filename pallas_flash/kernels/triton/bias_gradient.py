@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 from ...masks import kv_tile_ranges, q_tile_ranges
 from ...problem import Operands, Problem, offset_of
-from .tile_math import ScoreMaker, dot_chunks, exp2, load_range, load_rows, load_stats, three_part_loop
+from .tile_math import Loops, ScoreMaker, dot_chunks, exp2, load_range, load_rows, load_stats, walk
 from .tiles import Tile
 
 
@@ -104,7 +104,7 @@ def _sums(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, alon
     ranges = find(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     length, block = (p.kv_len, tile.block_kv) if along_keys else (p.q_len, tile.block_q)
     return pl.pallas_call(
-        functools.partial(_sums_kernel, p, tile, interpret, along_keys),
+        functools.partial(_sums_kernel, p, tile, Loops.of(ranges), interpret, along_keys),
         out_shape=jax.ShapeDtypeStruct((p.batch, p.num_q_heads, length), jnp.float32),
         grid=(p.batch * p.num_q_heads * pl.cdiv(length, block),),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=1),
@@ -114,7 +114,7 @@ def _sums(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, alon
 
 
 def _sums_kernel(
-    p: Problem, tile: Tile, interpret: bool, along_keys: bool, x: Operands, saved: Any, ranges_ref: Any, sums_ref: Any
+    p: Problem, tile: Tile, loops: Loops, interpret: bool, along_keys: bool, x: Operands, saved: Any, ranges_ref: Any, sums_ref: Any
 ) -> None:
     length, block = (p.kv_len, tile.block_kv) if along_keys else (p.q_len, tile.block_q)
     rest, own_tile = jnp.divmod(pl.program_id(0), pl.cdiv(length, block))
@@ -125,6 +125,6 @@ def _sums_kernel(
         ds = _ds(p, x, saved, tile, interpret, int(along_keys), batch, head, q_tile, kv_tile, masked)
         return total + ds.sum(axis=1)
 
-    total = three_part_loop(load_range(ranges_ref, batch, head, own_tile), step, jnp.zeros((block,), jnp.float32))
+    total = walk(loops, load_range(ranges_ref, batch, head, own_tile), step, jnp.zeros((block,), jnp.float32))
     rows = own_tile * block + jax.lax.iota(jnp.int32, block)
     plt.store(sums_ref.at[batch, head, pl.ds(own_tile * block, block)], total, mask=rows < length)

@@ -14,6 +14,7 @@ from ...masks import kv_tile_ranges
 from ...problem import Operands, Output, Problem, offset_of
 from ...softmax import LN2, LOWEST
 from .tile_math import (
+    Loops,
     ScoreMaker,
     chunks_of,
     dot,
@@ -23,7 +24,7 @@ from .tile_math import (
     load_range,
     load_rows,
     store_rows,
-    three_part_loop,
+    walk,
     without_nonfinite,
 )
 from .tiles import Tile
@@ -35,7 +36,7 @@ def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool) -> Outpu
     ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     num_tiles = pl.cdiv(p.q_len, tile.block_q)
     o, lse = pl.pallas_call(
-        functools.partial(_kernel, p, tile, interpret),
+        functools.partial(_kernel, p, tile, Loops.of(ranges), interpret),
         out_shape=(
             jax.ShapeDtypeStruct((p.batch, p.q_len, p.num_q_heads, p.v_head_dim), x.q.dtype),
             jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.q_len), jnp.float32),
@@ -48,7 +49,7 @@ def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool) -> Outpu
     return Output(o, lse)
 
 
-def _kernel(p: Problem, tile: Tile, interpret: bool, x: Operands, ranges_ref: Any, o_ref: Any, lse_ref: Any) -> None:
+def _kernel(p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, ranges_ref: Any, o_ref: Any, lse_ref: Any) -> None:
     batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
     kv_head = head // p.group
     q_start = q_tile * tile.block_q
@@ -77,7 +78,7 @@ def _kernel(p: Problem, tile: Tile, interpret: bool, x: Operands, ranges_ref: An
     m = jnp.full((tile.block_q,), LOWEST, jnp.float32)
     l = jnp.zeros((tile.block_q,), jnp.float32)
     acc = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.v_head_dim))
-    m, l, acc = three_part_loop(load_range(ranges_ref, batch, head, q_tile), step, (m, l, acc))
+    m, l, acc = walk(loops, load_range(ranges_ref, batch, head, q_tile), step, (m, l, acc))
 
     empty = l == 0.0
     norm = 1.0 / jnp.where(empty, 1.0, l)

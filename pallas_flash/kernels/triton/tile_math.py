@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -276,16 +277,37 @@ def _is_finite(v: jax.Array) -> jax.Array:
     return jnp.abs(v.astype(jnp.float32)) < jnp.inf
 
 
-def three_part_loop(ranges: Any, body: Any, carry: Any) -> Any:
-    """Runs ``body(j, carry, masked)`` over a tile range: masked, unmasked, masked.
+class Loops(NamedTuple):
+    """Which of the two loops over a tile range any program needs; both unless the ranges are known now."""
 
-    ``ranges`` is (first, first full, end of full, end); the kvax and FlashAttention-3 split, so that the test of
-    the mask is paid only where it can fail.
+    full: bool = True
+    partial: bool = True
+
+    @classmethod
+    def of(cls, ranges: Any) -> Loops:
+        if not isinstance(ranges, np.ndarray):
+            return cls()
+        first, full, full_end, end = np.moveaxis(ranges, -1, 0)
+        return cls(bool((full < full_end).any()), bool(((first < full) | (full_end < end)).any()))
+
+
+def walk(loops: Loops, bounds: Any, body: Any, carry: Any) -> Any:
+    """Runs ``body(j, carry, masked)`` over the tiles of a range: the full ones, then those at both edges.
+
+    ``bounds`` is (first, first full, end of full, end).  The split (kvax's and FlashAttention-3's) pays for the test
+    of the mask only where it can fail; one loop serves both edges because the order of tiles does not matter.
     """
-    first, full, full_end, end = ranges
-    carry = jax.lax.fori_loop(first, full, lambda j, c: body(j, c, True), carry)
-    carry = jax.lax.fori_loop(full, full_end, lambda j, c: body(j, c, False), carry)
-    return jax.lax.fori_loop(full_end, end, lambda j, c: body(j, c, True), carry)
+    first, full, full_end, end = bounds
+    if loops.full:
+        carry = jax.lax.fori_loop(full, full_end, lambda j, c: body(j, c, False), carry)
+    if loops.partial:
+        before = full - first
+
+        def edge(i, c):
+            return body(jnp.where(i < before, first + i, full_end + i - before), c, True)
+
+        carry = jax.lax.fori_loop(0, before + end - full_end, edge, carry)
+    return carry
 
 
 def load_range(ref: Any, batch: Any, head: Any, tile: Any) -> tuple[Any, Any, Any, Any]:

@@ -26,13 +26,12 @@ from .tile_math import (
     chunks_of,
     dot,
     dot_chunks,
-    exp2,
     load_range,
     load_rows,
     load_stats,
+    sanitise,
     store_rows,
     walk,
-    without_nonfinite,
 )
 from .tiles import Tile
 
@@ -45,8 +44,11 @@ def backward(
     do = do.astype(x.q.dtype)
     # The cotangent of lse enters each score's gradient as p * dlse, so it joins delta (FlashAttention-4 does the same).
     delta = jnp.einsum("btnd,btnd->bnt", out.o.astype(jnp.float32), do.astype(jnp.float32)) - dlse
-    # +inf makes every probability of an empty row exactly 0.
-    lse2 = jnp.where(jnp.isneginf(out.lse), jnp.inf, out.lse * LOG2E)
+    # +inf makes every probability of an empty row exactly 0. Where float32 no longer resolves a logit, lse is moved up
+    # by more than its rounding, so that no probability overflows.
+    lse2 = out.lse * LOG2E
+    lse2 = jnp.where(jnp.abs(lse2) < 2.0**24, lse2, lse2 + jnp.abs(lse2) * 2.0**-22)
+    lse2 = jnp.where(jnp.isneginf(out.lse), jnp.inf, lse2)
     saved = (do, lse2, delta)
     dq = _dq(p, x, saved, tiles["dq"], interpret)
     dk, dv = _dkv(p, x, saved, tiles["dkv"], interpret)
@@ -86,13 +88,13 @@ def _dq_kernel(p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operand
         kv_start = j * tile.block_kv
         k = load_rows(x.k, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
         v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
+        k, penalty = sanitise(k) if masked else (k, None)
         spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
-        scores = score(dot_chunks(q, k, p, interpret), *spans, masked=masked)
-        probs = exp2(scores.s - lse2[:, None], interpret)
+        scores = score(dot_chunks(q, k, p, interpret), *spans, penalty)
+        probs = score.probabilities(scores.s, lse2)
         dp = dot_chunks(do, v, p, interpret)
         _, ds = score.d_products(scores, probs, dp, delta[:, None])
         ds = ds.astype(k[0].dtype)
-        k = without_nonfinite(k) if masked else k
         return tuple(g + dot(ds, c, p, interpret) for g, c in zip(dq, k, strict=True))
 
     dq = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.head_dim))
@@ -135,14 +137,17 @@ def _dkv_kernel(
             do = load_rows(do_ref, batch, head, q_start, tile.block_q, p.q_len, check=masked)
             lse2 = load_stats(lse2_ref, batch, head, q_start, tile.block_q, p.q_len, jnp.inf)
             delta = load_stats(delta_ref, batch, head, q_start, tile.block_q, p.q_len, 0.0)
+            penalty = None
+            if masked:
+                q, bad_q = sanitise(q)
+                do, bad_do = sanitise(do)
+                penalty = bad_q + bad_do
             spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
-            scores = score(dot_chunks(k, q, p, interpret), *spans, masked=masked)
-            probs_t = exp2(scores.s - lse2[None, :], interpret)
+            scores = score(dot_chunks(k, q, p, interpret), *spans, penalty)
+            probs_t = score.probabilities(scores.s, lse2)
             dp_t = dot_chunks(v, do, p, interpret)
             _, ds_t = score.d_products(scores, probs_t, dp_t, delta[None, :])
             probs_t, ds_t = probs_t.astype(do[0].dtype), ds_t.astype(q[0].dtype)
-            if masked:
-                q, do = without_nonfinite(q), without_nonfinite(do)
             dv = tuple(g + dot(probs_t, c, p, interpret) for g, c in zip(dv, do, strict=True))
             dk = tuple(g + dot(ds_t, c, p, interpret) for g, c in zip(dk, q, strict=True))
             return dk, dv

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 from ...masks import kv_tile_ranges, q_tile_ranges
 from ...problem import Operands, Problem, offset_of
-from .tile_math import Loops, ScoreMaker, dot_chunks, exp2, load_range, load_rows, load_stats, walk
+from .tile_math import Loops, ScoreMaker, dot_chunks, load_range, load_rows, load_stats, walk
 from .tiles import Tile
 
 
@@ -44,13 +44,13 @@ def _ds(p, x, saved, tile, interpret, q_axis, batch, head, q_tile, kv_tile, mask
     v = load_rows(x.v, batch, head // p.group, kv_start, tile.block_kv, p.kv_len, check=True)
     lse2 = load_stats(lse2_ref, batch, head, q_start, tile.block_q, p.q_len, jnp.inf)
     delta = load_stats(delta_ref, batch, head, q_start, tile.block_q, p.q_len, 0.0)
-    lse2, delta = (r[:, None] if q_axis == 0 else r[None, :] for r in (lse2, delta))
+    delta = delta[:, None] if q_axis == 0 else delta[None, :]
     score = ScoreMaker(p, x, q_axis=q_axis, interpret=interpret)
     spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
     products = dot_chunks(q, k, p, interpret) if q_axis == 0 else dot_chunks(k, q, p, interpret)
     dp = dot_chunks(do, v, p, interpret) if q_axis == 0 else dot_chunks(v, do, p, interpret)
-    scores = score(products, *spans, masked=masked)
-    return score.d_products(scores, exp2(scores.s - lse2, interpret), dp, delta)[0]
+    scores = score(products, *spans, jnp.zeros((1, 1), jnp.float32) if masked else None)
+    return score.d_products(scores, score.probabilities(scores.s, lse2), dp, delta)[0]
 
 
 def _pairs(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax.Array:

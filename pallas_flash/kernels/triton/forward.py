@@ -20,12 +20,11 @@ from .tile_math import (
     dot,
     dot_chunks,
     exp2,
-    has_nonfinite,
     load_range,
     load_rows,
+    sanitise,
     store_rows,
     walk,
-    without_nonfinite,
 )
 from .tiles import Tile
 
@@ -61,15 +60,12 @@ def _kernel(p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, 
         kv_start = j * tile.block_kv
         k = load_rows(x.k, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
         v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
+        v, penalty = sanitise(v) if masked else (v, None)
         spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
-        s = score(dot_chunks(q, k, p, interpret), *spans, masked=masked).s
-        if masked:
-            # A forbidden value meets p = 0 in the second product; NaN there goes in through an allowed score only.
-            s = jnp.where(has_nonfinite(v)[None, :] & (s > -jnp.inf), jnp.nan, s)
-            v = without_nonfinite(v)
+        s = score(dot_chunks(q, k, p, interpret), *spans, penalty).s
         m_new = jnp.maximum(m, s.max(axis=1))
-        alpha = exp2(m - m_new, interpret)
-        probs = exp2(s - m_new[:, None], interpret)
+        alpha = exp2((m - m_new) * score.unit, interpret)
+        probs = score.exp2_below(s, m_new)
         l = l * alpha + probs.sum(axis=1)
         probs = probs.astype(v[0].dtype)
         acc = tuple(a * alpha[:, None] + dot(probs, c, p, interpret) for a, c in zip(acc, v, strict=True))
@@ -83,7 +79,7 @@ def _kernel(p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, 
     empty = l == 0.0
     norm = 1.0 / jnp.where(empty, 1.0, l)
     store_rows(o_ref, batch, head, q_start, tuple(a * norm[:, None] for a in acc), p.q_len)
-    lse = jnp.where(empty, -jnp.inf, m * LN2 + jnp.log(jnp.where(empty, 1.0, l)))
+    lse = jnp.where(empty, -jnp.inf, m * (score.unit * LN2) + jnp.log(jnp.where(empty, 1.0, l)))
     rows = q_start + jax.lax.iota(jnp.int32, tile.block_q)
     plt.store(lse_ref.at[batch, head, pl.ds(q_start, tile.block_q)], lse, mask=rows < p.q_len)
 

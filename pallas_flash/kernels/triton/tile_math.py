@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -60,12 +61,25 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
     """2**x in one instruction (ex2.approx.ftz, error 2 ulp); jnp.exp2 costs five on the GPU, so only interpreted."""
     if interpret:
         return jnp.exp2(x)
+    return _elementwise("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def exp2_fma(x: jax.Array, factor: jax.Array, shift: jax.Array, interpret: bool) -> jax.Array:
+    """2**(x * factor + shift) in two instructions; XLA and Triton never contract the product and the sum."""
+    if interpret:
+        return jnp.exp2(x * factor + shift)
+    factor, shift = jnp.broadcast_to(factor, x.shape), jnp.broadcast_to(shift, x.shape)
+    asm = "{.reg .f32 t; fma.rn.ftz.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t;}"
+    return _elementwise(asm, x, factor, shift)
+
+
+def _elementwise(asm: str, *args: jax.Array) -> jax.Array:
     (y,) = plt.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;",
-        args=[x],
-        constraints="=f,f",
+        asm,
+        args=args,
+        constraints=",".join(["=f"] + ["f"] * len(args)),
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
     )
     return y
 
@@ -192,7 +206,7 @@ def _nothing(ref: Any) -> jax.Array:
 
 
 class Scores(NamedTuple):
-    """One tile of scores in base 2, and what its derivative needs."""
+    """One tile of scores in units of ``ScoreMaker.unit`` base-2 logits, and what its derivative needs."""
 
     s: jax.Array  # float32, -inf where forbidden
     allowed: jax.Array | None  # None where the whole tile is
@@ -201,7 +215,7 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScoreMaker:
-    """Turns products q.k of a tile into masked base-2 logits: scale, soft cap, bias, then every mask.
+    """Turns products q.k of a tile into masked logits: scale, soft cap, bias, then every mask.
 
     The one place where a logit gets its meaning in this tier; forward, dq and dk/dv kernels all call it, the last
     with the tile transposed (``q_axis`` 1).
@@ -211,6 +225,13 @@ class ScoreMaker:
     x: Operands  # of refs
     q_axis: int
     interpret: bool
+
+    @property
+    def unit(self) -> float:
+        """Base-2 logits per unit of a score: the scale, where it can wait for the fused multiply-add of exp2."""
+        p = self.problem
+        plain = p.soft_cap is None and p.bias_shape is None
+        return p.scale * LOG2E if plain and p.scale is not None and 1e-6 < p.scale < 1e6 else 1.0
 
     def offset(self, batch: Any) -> Any:
         if self.problem.q_offset is not None:
@@ -222,18 +243,20 @@ class ScoreMaker:
         q = TritonSpan.of(q_start, block_q, p.q_len, self.offset(batch), batch, head, self.q_axis)
         return q, TritonSpan.of(kv_start, block_kv, p.kv_len, 0, batch, head, 1 - self.q_axis)
 
-    def __call__(self, products: jax.Array, q: TritonSpan, kv: TritonSpan, *, masked: bool) -> Scores:
+    def __call__(self, products: jax.Array, q: TritonSpan, kv: TritonSpan, penalty: jax.Array | None) -> Scores:
+        """Scores of a tile; ``penalty`` is :func:`sanitise`'s, or None for a tile that the mask allows entirely."""
         p = self.problem
         scale = p.scale if p.scale is not None else self.x.scale[0]
+        s = products if penalty is None else products + penalty
         capped = None
-        if p.soft_cap is None:
-            s = products * (scale * LOG2E)
-        else:
-            capped = jnp.tanh(products * (scale / p.soft_cap))
+        if p.soft_cap is not None:
+            capped = jnp.tanh(s * (scale / p.soft_cap))
             s = capped * (p.soft_cap * LOG2E)
+        elif self.unit == 1.0:
+            s = s * (scale * LOG2E)
         if self.x.bias is not None:
             s = s + q.take_pairs(kv, self.x.bias).astype(jnp.float32) * LOG2E
-        if not masked:
+        if penalty is None:
             return Scores(s, None, capped)
         allowed = self.x.mask.allows(q, kv)
         if p.kv_len % kv.flat.shape[0]:
@@ -243,6 +266,24 @@ class ScoreMaker:
             allowed = allowed & (q.row < p.q_len)
         allowed = jnp.broadcast_to(allowed, s.shape)
         return Scores(jnp.where(allowed, s, -jnp.inf), allowed, capped)
+
+    def exp2_below(self, s: jax.Array, m: jax.Array) -> jax.Array:
+        """2**(base-2 logits less their row maximum), from scores and a row maximum [rows] in the same unit."""
+        if self.unit == 1.0:
+            return exp2(s - m[:, None], self.interpret)
+        # A fused multiply-add rounds once, so s * unit and m * unit agree only to the rounding of the latter. That
+        # cancels in the softmax until it overflows exp2. Logits so large differ by 0 or by more than exp2 can show:
+        # for them the nearest power of two as unit, with which all products are exact, gives the same 0 or 1.
+        exact = 2.0 ** math.ceil(math.log2(self.unit))
+        unit = jnp.where(jnp.abs(m) < 2.0**30 / self.unit, self.unit, exact)
+        return exp2_fma(s, unit[:, None], -(m * unit)[:, None], self.interpret)
+
+    def probabilities(self, s: jax.Array, lse2: jax.Array) -> jax.Array:
+        """2**(base-2 logits - lse2), with lse2 [rows] along the query axis of the tile."""
+        lse2 = lse2[:, None] if self.q_axis == 0 else lse2[None, :]
+        if self.unit == 1.0:
+            return exp2(s - lse2, self.interpret)
+        return exp2_fma(s, jnp.full((1, 1), self.unit, jnp.float32), -lse2, self.interpret)
 
     def d_products(self, scores: Scores, p: jax.Array, dp: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Gradients of the loss by the logits (for the bias) and by ``scale * q.k`` (for q and k).
@@ -258,19 +299,21 @@ class ScoreMaker:
         return ds, ds * (1.0 - scores.capped * scores.capped)
 
 
-def without_nonfinite(values: Chunks) -> Chunks:
-    """Values with NaN and infinities as 0, for the second product of a masked tile, where 0 * NaN would leak."""
-    return tuple(jnp.where(_is_finite(v), v, jnp.zeros((), v.dtype)) for v in values)
+def sanitise(values: Chunks) -> tuple[Chunks, jax.Array]:
+    """Readies the rows of a partly forbidden tile for a product with p or ds, where 0 * NaN would leak.
 
-
-def has_nonfinite(values: Chunks) -> jax.Array:
-    """Which rows of a tile hold a NaN or an infinity."""
+    Returns the tile with NaN and infinities as 0, and what to add to the q.k products so that pairs which *are*
+    allowed to see such a row still turn into NaN: 0 or NaN for each row, along axis 1 of the scores.  Call it
+    before anything else is in registers: done last, it cost a quarter of the kernel's speed in spills and occupancy.
+    """
     bad = None
     for v in values:
         here = jnp.where(_is_finite(v), 0.0, 1.0).max(axis=1)
         bad = here if bad is None else jnp.maximum(bad, here)
     assert bad is not None
-    return bad > 0
+    penalty = jnp.where(bad > 0, jnp.nan, 0.0)
+    cleaned = tuple(jnp.where(_is_finite(v), v, jnp.zeros((), v.dtype)) for v in values)
+    return cleaned, penalty[None, :]
 
 
 def _is_finite(v: jax.Array) -> jax.Array:

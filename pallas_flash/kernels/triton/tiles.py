@@ -84,6 +84,8 @@ def fits(problem: Problem, kernel: str, tile: Tile, device: Device) -> bool:
 def shared_memory(problem: Problem, kernel: str, tile: Tile) -> int:
     """Bytes of shared memory that Triton allocates, estimated: resident tiles, plus the walked side per stage."""
     size = 4 if problem.dtype == "float32" else 2
+    if problem.precision == "highest" and problem.dtype == "float32":
+        size = 8  # the triple TF32 product keeps a rounded and a remainder half of each operand
     dims = padded_dim(problem.head_dim) + padded_dim(problem.v_head_dim)
     scores = tile.block_q * tile.block_kv * size
     if kernel == "forward":

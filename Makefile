@@ -1,0 +1,40 @@
+# Two commands do everything: `make demo` trains a small model with our attention, `make test` checks the library.
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= dev
+JAX ?= jax
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+PYTEST ?= -n 2
+
+.PHONY: demo test lint types bench gpu-test clean
+
+demo: $(READY)
+	$(BIN)/python -m examples.train_lm
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks run --workloads smoke
+
+# On the GPU machine: its own python3, nothing installed.
+gpu-test:
+	$(PYTHON) -m tests.gpu_record
+
+# JAX picks the version (JAX='jax==0.10.2'); on a machine with an NVIDIA GPU use EXTRAS=dev,cuda13.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet '$(JAX)' -e '.[$(EXTRAS)]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV)

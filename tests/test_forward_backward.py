@@ -1,0 +1,74 @@
+"""Every case on every tier: out, lse and all gradients against the float64 oracle, by the accuracy rule."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_flash as pf
+from pallas_flash import dispatch
+
+from .accuracy import check, oracle
+from .cases import BIG_CASES, CASES
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "static"))
+def run(arrays, options, implementation, static):
+    """Out, lse and the gradients of an implementation, in one compiled function."""
+    q, k, v, do, dlse = arrays
+    options = {**options, **dict(static)}
+    bias = options.pop("bias", None)
+
+    def attention(q, k, v, bias):
+        return pf.flash_attention(q, k, v, bias, implementation=implementation, return_lse=True, **options)
+
+    (out, lse), vjp = jax.vjp(attention, q, k, v, bias)
+    # A row without keys has lse -inf; its cotangent has nothing to flow to.
+    dq, dk, dv, dbias = vjp((do, dlse.astype(lse.dtype)))
+    result = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    return result if dbias is None else {**result, "dbias": dbias}
+
+
+def split(options):
+    """Arrays and masks are traced; ints, strings and tuples are constants of the compiled function."""
+    traced = {n: x for n, x in options.items() if isinstance(x, (jax.Array, pf.Mask))}
+    return traced, tuple((n, x) for n, x in options.items() if n not in traced)
+
+
+def compare(case, tier, kernels):
+    options = case.options()
+    arrays = case.arrays()
+    want = oracle(*arrays, options)
+    options.pop("mask_array", None)
+    traced, static = split(options)
+    plain = run(arrays, traced, "xla", static)
+    with kernels():
+        got = run(arrays, traced, tier, static)
+    assert got["out"].dtype == arrays[0].dtype and got["lse"].dtype == jnp.float32
+    for name, array in zip(("dq", "dk", "dv"), arrays):
+        assert got[name].dtype == array.dtype
+    # Rounding of the inputs' products differs between a blocked and a plain sum; float32 carries 24 bits.
+    check(got, plain, want, floor={"float32": 5e-6, "float16": 1e-4, "bfloat16": 1e-3}[case.dtype])
+
+
+@pytest.mark.parametrize("tier", dispatch.TIERS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case, tier, kernels):
+    compare(case, tier, kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", dispatch.TIERS)
+@pytest.mark.parametrize("case", [*CASES, *BIG_CASES], ids=str)
+def test_case_compiled(case, tier, kernels):
+    compare(case, tier, kernels)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("everything", "lengths", "bias")], ids=str)
+def test_chunked(case):
+    options = case.options()
+    arrays = case.arrays()
+    want = oracle(*arrays, options)
+    traced, static = split(options)
+    check(run(arrays, traced, "xla_chunked", static), run(arrays, traced, "xla", static), want, floor=5e-6)

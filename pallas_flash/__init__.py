@@ -3,7 +3,7 @@
 ``flash_attention`` takes the arguments of ``jax.nn.dot_product_attention`` and more; ``explain`` tells what would run.
 """
 
-from .attention import explain, flash_attention
+from .attention import dense_mask, explain, flash_attention
 from .devices import interpret
 from .dispatch import Plan, use_implementation
 from .masks import And, Causal, Dense, Full, Lengths, Mask, Or, Prefix, Segments, Window, mask, static
@@ -27,6 +27,7 @@ __all__ = [
     "Span",
     "Tiles",
     "Window",
+    "dense_mask",
     "explain",
     "flash_attention",
     "interpret",

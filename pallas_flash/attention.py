@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from . import dispatch
 from .dispatch import Implementation, Plan
 from .kernels import xla
-from .problem import Operands, Output, describe
+from .problem import Operands, Output, describe, offset_of
 
 
 def flash_attention(
@@ -134,28 +135,45 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
     xla
     """
     implementation = options.pop("implementation", None)
-    future = {name: options.pop(name, None) for name in ("sinks", "alibi_slopes", "score")}
-    _refuse_future(**future, dropout_rate=options.pop("dropout_rate", 0.0))
-    for name in ("return_residual", "return_lse", "dropout_rng", "broadcast_dropout"):
-        options.pop(name, None)
-    defaults: dict[str, Any] = dict.fromkeys(
-        ("scale", "query_seq_lengths", "key_value_seq_lengths", "local_window_size", "q_offset", "q_segment_ids")
-    )
-    defaults |= dict.fromkeys(("kv_segment_ids", "logits_soft_cap", "precision"))
-    defaults |= {"is_causal": False, "causal_alignment": "top_left", "backward": "auto"}
-    if unknown := options.keys() - defaults.keys():
-        raise TypeError(f"explain() got unknown arguments: {', '.join(sorted(unknown))}")
+    static, arrays = _problem_options(options)
     plans = []
 
-    def trace(query, key, value, bias, arrays):
-        problem, _, _ = describe(query, key, value, bias, arrays.pop("mask"), **{**defaults, **static, **arrays})
+    def trace(query, key, value, bias, mask, arrays):
+        problem, _, _ = describe(query, key, value, bias, mask, **static, **arrays)
         plans.append(dispatch.select(problem, implementation))
 
-    is_array = {name: isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) for name, x in options.items()}
-    static = {name: x for name, x in options.items() if not is_array[name]}
-    arrays = {name: x for name, x in options.items() if is_array[name]}
-    jax.eval_shape(trace, query, key, value, bias, {**arrays, "mask": mask})
+    jax.eval_shape(trace, query, key, value, bias, mask, arrays)
     return plans[0]
+
+
+def dense_mask(query: Any, key: Any, mask: Any = None, **options: Any) -> jax.Array:
+    """Who may see whom under the same options of ``flash_attention``, as a boolean array.
+
+    Returns:
+      [*batch or 1, N or 1, T, S]; quadratic in the length, for pictures, tests and unfused attention.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((1, 2, 1, 16))
+    >>> dense_mask(x, x, is_causal=True)[0, 0].tolist()
+    [[True, False], [True, True]]
+    """
+    static, arrays = _problem_options(options)
+    problem, x, batch_dims = describe(query, key, key, None, mask, **static, **arrays)
+    allowed = x.mask.dense(problem.q_len, problem.kv_len, offset_of(problem, x))
+    outer = (1,) * len(batch_dims) if allowed.shape[0] == 1 else batch_dims
+    return allowed.reshape(*outer, *allowed.shape[1:])
+
+
+def _problem_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments of ``flash_attention`` as those of ``describe``: constants, and arrays to trace."""
+    signature = inspect.signature(flash_attention).parameters
+    if unknown := options.keys() - signature.keys():
+        raise TypeError(f"unknown arguments: {', '.join(sorted(unknown))}")
+    _refuse_future(*(options.get(name) for name in ("sinks", "alibi_slopes", "score")), options.get("dropout_rate", 0))
+    wanted = [name for name in inspect.signature(describe).parameters if name not in ("query", "key", "value", "bias")]
+    given = {name: options.get(name, signature[name].default) for name in wanted if name != "mask"}
+    arrays = {n: x for n, x in given.items() if isinstance(x, (jax.Array, jax.ShapeDtypeStruct))}
+    return {n: x for n, x in given.items() if n not in arrays}, arrays
 
 
 def run(plan: Plan, x: Operands) -> Output:

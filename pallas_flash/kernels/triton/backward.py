@@ -76,7 +76,7 @@ def _dq(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax
 def _dq_kernel(p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, saved: Any, ranges_ref: Any, dq_ref: Any) -> None:
     do_ref, lse2_ref, delta_ref = saved
     batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
-    kv_head = head // p.group
+    kv_head = jax.lax.div(head, p.group)
     q_start = q_tile * tile.block_q
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
     do = load_rows(do_ref, batch, head, q_start, tile.block_q, p.q_len, check=True)

@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 from ...masks import kv_tile_ranges, q_tile_ranges
 from ...problem import Operands, Problem, offset_of
+from .forward import split
 from .tile_math import Loops, ScoreMaker, dot_chunks, load_range, load_rows, load_stats, walk
 from .tiles import Tile
 
@@ -40,8 +41,8 @@ def _ds(p, x, saved, tile, interpret, q_axis, batch, head, q_tile, kv_tile, mask
     q_start, kv_start = q_tile * tile.block_q, kv_tile * tile.block_kv
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
     do = load_rows(do_ref, batch, head, q_start, tile.block_q, p.q_len, check=True)
-    k = load_rows(x.k, batch, head // p.group, kv_start, tile.block_kv, p.kv_len, check=True)
-    v = load_rows(x.v, batch, head // p.group, kv_start, tile.block_kv, p.kv_len, check=True)
+    k = load_rows(x.k, batch, jax.lax.div(head, p.group), kv_start, tile.block_kv, p.kv_len, check=True)
+    v = load_rows(x.v, batch, jax.lax.div(head, p.group), kv_start, tile.block_kv, p.kv_len, check=True)
     lse2 = load_stats(lse2_ref, batch, head, q_start, tile.block_q, p.q_len, jnp.inf)
     delta = load_stats(delta_ref, batch, head, q_start, tile.block_q, p.q_len, 0.0)
     delta = delta[:, None] if q_axis == 0 else delta[None, :]
@@ -73,14 +74,14 @@ def _pairs_kernel(
     batches, heads = dbias_ref.shape[:2]
     kv_tiles = pl.cdiv(p.kv_len, tile.block_kv)
     q_tiles = pl.cdiv(p.q_len, tile.block_q)
-    rest, kv_tile = jnp.divmod(pl.program_id(0), kv_tiles)
-    rest, q_tile = jnp.divmod(rest, q_tiles)
-    own_batch, own_head = jnp.divmod(rest, heads)
+    rest, kv_tile = split(pl.program_id(0), kv_tiles)
+    rest, q_tile = split(rest, q_tiles)
+    own_batch, own_head = split(rest, heads)
     shared_heads = p.num_q_heads // heads
 
     def add(i, total):
-        batch = own_batch if batches > 1 else i // shared_heads
-        head = own_head if heads > 1 else i % shared_heads
+        batch = own_batch if batches > 1 else jax.lax.div(i, shared_heads)
+        head = own_head if heads > 1 else jax.lax.rem(i, shared_heads)
         first, _, _, end = load_range(ranges_ref, batch, head, q_tile)
         visits = ((first <= kv_tile) & (kv_tile < end)).astype(jnp.int32)
         tile_ds = functools.partial(_ds, p, x, saved, tile, interpret, 0, batch, head, q_tile, kv_tile, True)
@@ -89,7 +90,7 @@ def _pairs_kernel(
 
     shared = (p.batch // batches) * shared_heads
     total = jnp.zeros((tile.block_q, tile.block_kv), jnp.float32)
-    total = add(0, total) if shared == 1 else jax.lax.fori_loop(0, shared, add, total)
+    total = add(jnp.int32(0), total) if shared == 1 else jax.lax.fori_loop(0, shared, add, total)
     q_start, kv_start = q_tile * tile.block_q, kv_tile * tile.block_kv
     rows = q_start + jax.lax.iota(jnp.int32, tile.block_q)
     columns = kv_start + jax.lax.iota(jnp.int32, tile.block_kv)
@@ -117,8 +118,8 @@ def _sums_kernel(
     p: Problem, tile: Tile, loops: Loops, interpret: bool, along_keys: bool, x: Operands, saved: Any, ranges_ref: Any, sums_ref: Any
 ) -> None:
     length, block = (p.kv_len, tile.block_kv) if along_keys else (p.q_len, tile.block_q)
-    rest, own_tile = jnp.divmod(pl.program_id(0), pl.cdiv(length, block))
-    batch, head = jnp.divmod(rest, p.num_q_heads)
+    rest, own_tile = split(pl.program_id(0), pl.cdiv(length, block))
+    batch, head = split(rest, p.num_q_heads)
 
     def step(j, total, masked):
         q_tile, kv_tile = (j, own_tile) if along_keys else (own_tile, j)

@@ -50,7 +50,7 @@ def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool) -> Outpu
 
 def _kernel(p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, ranges_ref: Any, o_ref: Any, lse_ref: Any) -> None:
     batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
-    kv_head = head // p.group
+    kv_head = jax.lax.div(head, p.group)
     q_start = q_tile * tile.block_q
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
     score = ScoreMaker(p, x, q_axis=0, interpret=interpret)
@@ -90,7 +90,11 @@ def place(num_heads: int, num_tiles: int, *, reverse: bool = True) -> tuple[Any,
     ``reverse`` walks a head's tiles from the last, the heaviest of a causal mask: light tiles fill the end.
     One grid axis, because CUDA's second and third stop at 65535.
     """
-    program = pl.program_id(0)
-    tile = jax.lax.rem(program, num_tiles)
-    rest = jax.lax.div(program, num_tiles)
-    return jax.lax.div(rest, num_heads), jax.lax.rem(rest, num_heads), (num_tiles - 1 - tile) if reverse else tile
+    rest, tile = split(pl.program_id(0), num_tiles)
+    batch, head = split(rest, num_heads)
+    return batch, head, (num_tiles - 1 - tile) if reverse else tile
+
+
+def split(index: Any, size: int) -> tuple[Any, Any]:
+    """Quotient and remainder of an index that is never negative (jnp.divmod would test its sign)."""
+    return jax.lax.div(index, size), jax.lax.rem(index, size)

@@ -1,0 +1,59 @@
+"""Kernels lower for CUDA on a machine without a GPU: a kernel that breaks is seen before the GPU is asked."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import pallas_flash as pf
+
+from .cases import BIG_CASES, CASES
+
+
+def lower(function, *arguments, kind="NVIDIA H200"):
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, 132, "cuda"))
+    with use_abstract_mesh(mesh):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def gradient(case):
+    options = case.options()
+    options.pop("mask_array", None)
+    bias = options.pop("bias", None)
+
+    def function(q, k, v, bias, do, dlse):
+        def f(q, k, v, bias):
+            return pf.flash_attention(q, k, v, bias, implementation="triton", return_lse=True, **options)
+
+        out, vjp = jax.vjp(f, q, k, v, bias)
+        return out, vjp((do, dlse))
+
+    q, k, v, do, dlse = case.arrays()
+    return function, (q, k, v, bias, do, dlse)
+
+
+@pytest.mark.parametrize("case", [*CASES, *BIG_CASES], ids=str)
+def test_case_lowers(case):
+    function, arguments = gradient(case)
+    text = lower(function, *arguments)
+    for kernel in ("flash_forward", "flash_dq", "flash_dkv", *(["flash_dbias"] if arguments[3] is not None else [])):
+        assert kernel in text
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "NVIDIA B200"])
+def test_other_gpus(kind):
+    case = next(c for c in BIG_CASES if c.name == "dim-128")
+    function, arguments = gradient(case)
+    assert "flash_dkv" in lower(function, *arguments, kind=kind)
+
+
+def test_long_sequence_has_no_quadratic_value():
+    """BR-61: nothing of size S x S in the program of a gradient at S = 131072."""
+    spec = jax.ShapeDtypeStruct((1, 131072, 8, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, 131072), jnp.int32)
+
+    def loss(q, k, v, ids):
+        return pf.flash_attention(q, k, v, is_causal=True, q_segment_ids=ids).astype(jnp.float32).sum()
+
+    text = lower(jax.grad(loss, (0, 1, 2)), spec, spec, spec, ids)
+    assert "flash_dq" in text and "131072x131072" not in text

@@ -1,0 +1,118 @@
+"""Ranges of masks are sound by brute force, and the algebra means what it says."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_flash as pf
+from pallas_flash.masks import kv_tile_ranges, q_tile_ranges
+
+RNG = np.random.default_rng(0)
+Q, KV = 37, 53
+
+
+def ids(length, *cuts):
+    row = np.zeros((1, length), np.int32)
+    for cut in cuts:
+        row[:, cut:] += 1
+    return jnp.asarray(row)
+
+
+SHUFFLED = jnp.asarray(RNG.integers(-1, 3, (2, Q)), jnp.int32), jnp.asarray(RNG.integers(-1, 3, (2, KV)), jnp.int32)
+MASKS = {
+    "full": pf.Full(),
+    "causal": pf.Causal(),
+    "left": pf.Window(5, None),
+    "right": pf.Window(None, 4),
+    "window": pf.Window(3, 2),
+    "window-0": pf.Window(0, 0),
+    "prefix": pf.Prefix(jnp.array([9, 40], jnp.int32)),
+    "lengths": pf.Lengths(jnp.array([20, 37], jnp.int32), jnp.array([0, 31], jnp.int32)),
+    "kv-length": pf.Lengths(None, jnp.array([16, 53], jnp.int32)),
+    "q-length": pf.Lengths(jnp.array([16, 0], jnp.int32), None),
+    "documents": pf.Segments(ids(Q, 10, 16, 30), ids(KV, 5, 16, 48)),
+    "padding": pf.Segments(ids(Q, 10, 16) - 1, ids(KV, 20, 32) - 1),
+    "shuffled": pf.Segments(*SHUFFLED),
+    "dense": pf.Dense(jnp.asarray(RNG.random((2, 1, Q, KV)) < 0.5)),
+    "dense-band": pf.Dense(jnp.tril(jnp.ones((1, 1, Q, KV), bool), 9)),
+    "dense-keys": pf.Dense(jnp.asarray(np.arange(KV) % 20 < 17)[None, None, None]),
+    "dense-queries": pf.Dense(jnp.asarray(np.arange(Q) > 8)[None, None, :, None]),
+}
+PAIRS = [
+    ("causal", "left"), ("causal", "documents"), ("window", "lengths"), ("prefix", "causal"),
+    ("dense", "causal"), ("left", "right"), ("documents", "prefix"), ("q-length", "dense-band"),
+]  # fmt: skip
+
+
+def combined():
+    yield from MASKS.items()
+    for a, b in PAIRS:
+        yield f"{a}&{b}", MASKS[a] & MASKS[b]
+        yield f"{a}|{b}", MASKS[a] | MASKS[b]
+    yield "three", (MASKS["causal"] | MASKS["prefix"]) & MASKS["left"]
+
+
+ALL = dict(combined())
+
+
+def sound(ranges, allowed, own_block, other_block):
+    """No allowed pair outside [first, end), no forbidden pair inside [full, full_end)."""
+    ranges = np.asarray(ranges)
+    batches, _, tiles, _ = ranges.shape
+    allowed = np.broadcast_to(allowed, (max(batches, allowed.shape[0]), *allowed.shape[1:]))
+    for b, tile in itertools.product(range(allowed.shape[0]), range(tiles)):
+        first, full, full_end, end = ranges[b % batches, 0, tile]
+        assert 0 <= first <= full <= full_end <= end
+        rows = allowed[b, 0, tile * own_block : (tile + 1) * own_block]
+        seen = rows.any(0)
+        assert not seen[: first * other_block].any() and not seen[end * other_block :].any()
+        assert full_end * other_block <= seen.size or full == full_end  # a short tile is never called full
+        assert rows[:, full * other_block : full_end * other_block].all()
+
+
+@pytest.mark.parametrize("offset", [0, 16, -7, "array"])
+@pytest.mark.parametrize("name", ALL)
+def test_ranges_are_sound(name, offset):
+    offset = jnp.array([3, -20], jnp.int32) if offset == "array" else offset
+    allowed = np.asarray(ALL[name].dense(Q, KV, offset))
+    for block_q, block_kv in ((16, 16), (16, 8), (8, 32)):
+        sound(kv_tile_ranges(ALL[name], Q, KV, block_q, block_kv, offset), allowed, block_q, block_kv)
+        flipped = allowed.swapaxes(-1, -2)
+        sound(q_tile_ranges(ALL[name], Q, KV, block_q, block_kv, offset), flipped, block_kv, block_q)
+
+
+def work(name, block=16, size=256):
+    """(tiles visited, tiles tested) of a square problem."""
+    ranges = np.asarray(kv_tile_ranges(name, size, size, block, block, 0)).reshape(-1, 4)
+    first, full, full_end, end = ranges.T
+    return int((end - first).sum()), int((end - first - (full_end - full)).sum())
+
+
+def test_structured_masks_skip_work():
+    tiles = 256 // 16
+    assert work(pf.Full()) == (tiles**2, 0)
+    assert work(pf.Causal()) == (tiles * (tiles + 1) // 2, tiles)
+    visited, tested = work(pf.Causal() & pf.Window(31, None))
+    assert visited == 1 + 2 + 3 * (tiles - 2) and tested <= 2 * tiles
+    documents = pf.Segments(ids(256, 64, 128), ids(256, 64, 128))
+    assert work(documents) == (4 * 4 + 4 * 4 + 8 * 8, 0)
+    assert work(pf.Dense(jnp.tril(jnp.ones((1, 1, 256, 256), bool)))) == work(pf.Causal())
+    assert work(pf.Lengths(None, jnp.array([64], jnp.int32))) == (tiles * 4, 0)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_and_or_are_set_operations(pair):
+    a, b = (np.asarray(MASKS[name].dense(Q, KV)) for name in pair)
+    assert ((MASKS[pair[0]] & MASKS[pair[1]]).dense(Q, KV) == (a & b)).all()
+    assert ((MASKS[pair[0]] | MASKS[pair[1]]).dense(Q, KV) == (a | b)).all()
+
+
+def test_a_mask_without_allows_says_what_to_define():
+    @pf.mask
+    class Nothing(pf.Mask):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Nothing must define allows"):
+        Nothing().dense(2, 2)

@@ -1,0 +1,117 @@
+"""NaN in every byte that must not be read, and the invariances that need no tolerance."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_flash as pf
+
+T = 70
+
+
+def arrays(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(3), 4)
+    return tuple(jax.random.normal(k, (2, T, 2, 16)).astype(dtype) for k in keys)
+
+
+@functools.partial(jax.jit, static_argnames=("tier", "static"))
+def forward_and_gradients(q, k, v, do, options, tier, static=()):
+    def f(q, k, v):
+        return pf.flash_attention(q, k, v, implementation=tier, return_lse=True, **options, **dict(static))
+
+    (out, lse), vjp = jax.vjp(f, q, k, v)
+    return out, lse, *vjp((do, jnp.zeros_like(lse)))
+
+
+def same(a, b):
+    for x, y in zip(a, b):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+BEHIND = {"query_seq_lengths": jnp.array([41, T]), "key_value_seq_lengths": jnp.array([19, 66])}
+TIERS = ["triton", "xla", "xla_chunked"]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("tier", TIERS)
+def test_padding_is_never_read(tier, bad, kernels):
+    q, k, v, do = arrays()
+    rows = jnp.arange(T)[None, :, None, None]
+    beyond_q = rows >= BEHIND["query_seq_lengths"][:, None, None, None]
+    beyond_kv = rows >= BEHIND["key_value_seq_lengths"][:, None, None, None]
+
+    def fill(value):
+        at_q, at_kv = jnp.where(beyond_q, value, q), (jnp.where(beyond_kv, value, x) for x in (k, v))
+        return at_q, *at_kv, jnp.where(beyond_q, value, do)
+
+    with kernels():
+        clean = forward_and_gradients(*fill(0.0), BEHIND, tier)
+        poisoned = forward_and_gradients(*fill(bad), BEHIND, tier)
+    same(clean, poisoned)
+    out, lse, dq, dk, dv = poisoned
+    assert (np.asarray(out)[0, 41:] == 0).all() and np.isneginf(np.asarray(lse)[0, :, 41:]).all()
+    assert (np.asarray(dq)[0, 41:] == 0).all()
+    for grad in (dk, dv):
+        assert (np.asarray(grad)[0, 19:] == 0).all() and (np.asarray(grad)[1, 66:] == 0).all()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_future_keys_do_not_reach_the_past(tier, kernels):
+    q, k, v, do = arrays()
+    do = do.at[:, 40:].set(0)
+    static = (("is_causal", True),)
+    with kernels():
+        clean = forward_and_gradients(q, k, v, do, {}, tier, static)
+        k_bad, v_bad = (x.at[:, 40:].set(jnp.nan) for x in (k, v))
+        poisoned = forward_and_gradients(q, k_bad, v_bad, do, {}, tier, static)
+    same([clean[0][:, :40], clean[1][..., :40], clean[2][:, :40]],
+         [poisoned[0][:, :40], poisoned[1][..., :40], poisoned[2][:, :40]])  # fmt: skip
+    assert np.isnan(np.asarray(poisoned[0])[:, 40:]).all()  # and where it is allowed, NaN is not hidden
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_key_that_a_dense_mask_forbids_may_be_nan(tier, kernels):
+    q, k, v, do = arrays()
+    mask = jnp.ones((1, 1, T, T), bool).at[..., 5].set(False).at[..., :30, 50].set(False)
+    with kernels():
+        clean = forward_and_gradients(q, k, v, do, {"mask": mask}, tier)
+        k_bad, v_bad = (x.at[:, 5].set(jnp.nan) for x in (k, v))
+        poisoned = forward_and_gradients(q, k_bad, v_bad, do, {"mask": mask}, tier)
+    same(clean, poisoned)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_segments_are_isolated(tier, kernels):
+    """BR-33: what changes in one document leaves every other bit-identical, forward and backward."""
+    q, k, v, do = arrays()
+    ids = jnp.asarray((np.arange(T)[None] >= 37).astype(np.int32).repeat(2, 0))
+    options, static = {"q_segment_ids": ids}, (("is_causal", True),)
+    with kernels():
+        one = forward_and_gradients(q, k, v, do, options, tier, static)
+        changed = (x.at[:, 37:].set(jnp.flip(x[:, 37:], 1) * 3) for x in (q, k, v, do))
+        two = forward_and_gradients(*changed, options, tier, static)
+    for a, b in zip(one, two):
+        a, b = (np.asarray(x).swapaxes(1, 2) if x.ndim == 3 else np.asarray(x) for x in (a, b))
+        np.testing.assert_array_equal(a[:, :37], b[:, :37])
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_zero_cotangent_gives_zero(tier, causal, kernels):
+    """BR-07."""
+    q, k, v, do = arrays(jnp.float16)
+    with kernels():
+        grads = forward_and_gradients(q, k, v, do * 0, {}, tier, (("is_causal", causal),))[2:]
+    assert all((np.asarray(g) == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_one_batch_row_does_not_reach_another(tier, kernels):
+    q, k, v, do = arrays()
+    with kernels():
+        one = forward_and_gradients(q, k, v, do, {}, tier)
+        two = forward_and_gradients(*(x.at[1].set(x[1] * 2 + 1) for x in (q, k, v, do)), {}, tier)
+    same((a[0] for a in one), (b[0] for b in two))

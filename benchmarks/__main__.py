@@ -1,0 +1,105 @@
+"""``python -m benchmarks run | memory | list | report``: workloads x implementations, times with errors beside them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+from . import peers, report, timing, workloads
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the JSON after every cell, so that a run that is cut short leaves what it measured."""
+    results: dict[str, Any] = {**report.provenance(), "rows": []}
+    directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
+    started = time.perf_counter()
+    for w in workloads.find(args.workloads):
+        reference: dict[str, Any] = {}
+        for peer in peers.find(args.peers):
+            if time.perf_counter() - started > args.budget:
+                results["cut_short"] = f"budget of {args.budget:.0f} s spent before {w.name}, {peer}"
+                break
+            rows = timing.run(w, peer, directions, reference)
+            results["rows"] += rows
+            for r in rows:
+                print(f"{r['workload']:18} {r['direction']:9} {peer:16} " + summary(r), flush=True)
+            if args.out:
+                report.write(args.out, results)
+    print("\n" + report.table(results))
+    if args.plot:
+        report.plot(results, args.plot)
+
+
+def summary(r: dict[str, Any]) -> str:
+    if "refused" in r:
+        return f"refused: {r['refused']}"
+    error = "" if r["error"] is None else f", error {r['error']:.1e}"
+    return f"{r['us']:10.1f} us {r['tflops']:8.2f} TFLOP/s, spread {r['spread']:.1%}{error}"
+
+
+def memory(args: argparse.Namespace) -> None:
+    results: dict[str, Any] = {**report.provenance(), "rows": []}
+    for implementation in args.peers.split(","):
+        for length in (int(x) for x in args.lengths.split(",")):
+            w = dataclasses.replace(workloads.cell(args.dim, length, True), batch=1)
+            if args.dtype:
+                w = dataclasses.replace(w, dtype=args.dtype)
+            try:
+                r = {**timing.memory(w, implementation), "length": length}
+            except (peers.Refusal, RuntimeError) as error:
+                print(f"{implementation} S={length}: {str(error).splitlines()[0][:120]}")
+                continue
+            results["rows"].append(r)
+            print(f"{implementation:12} S={length:7} {r['temp_bytes'] / 2**20:12.1f} MiB", flush=True)
+    if args.out:
+        report.write(args.out, results)
+    if args.plot:
+        report.plot_memory(results, args.plot)
+
+
+def show(args: argparse.Namespace) -> None:
+    for group, members in workloads.GROUPS.items():
+        print(f"{group}: {', '.join(w.name for w in members)}")
+    print(f"peers: {', '.join(peers.PEERS)}")
+
+
+def write_report(args: argparse.Namespace) -> None:
+    for path in args.results:
+        print(report.table(report.read(path)))
+    for document in args.write:
+        report.insert(document)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("run", help="measure times")
+    command.add_argument("--workloads", default="smoke", help="groups or names, comma-separated")
+    command.add_argument("--peers", default="triton,jax.nn cudnn", help="comma-separated, or all")
+    command.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
+    command.add_argument("--budget", type=float, default=1e9, help="seconds after which no new cell starts")
+    command.add_argument("--out", type=pathlib.Path, help="JSON file")
+    command.add_argument("--plot", type=pathlib.Path, help="PNG file")
+    command.set_defaults(run=run)
+    command = commands.add_parser("memory", help="temporary memory over sequence length")
+    command.add_argument("--dim", type=int, default=128)
+    command.add_argument("--dtype")
+    command.add_argument("--lengths", default="1024,2048,4096,8192,16384,32768,65536,131072")
+    command.add_argument("--peers", default="triton,xla")
+    command.add_argument("--out", type=pathlib.Path)
+    command.add_argument("--plot", type=pathlib.Path)
+    command.set_defaults(run=memory)
+    commands.add_parser("list", help="workloads and peers").set_defaults(run=show)
+    command = commands.add_parser("report", help="tables from JSON")
+    command.add_argument("results", nargs="*", type=pathlib.Path)
+    command.add_argument("--write", nargs="*", type=pathlib.Path, default=[], help="documents whose tables to renew")
+    command.set_defaults(run=write_report)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Named shapes, each with its source."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+TOKENS, HIDDEN = 16384, 2048  # FlashAttention-3 paper, section 4.1: 16k tokens in all, hidden size 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One attention call; lengths in tokens, ``documents`` the lengths of packed documents."""
+
+    name: str
+    batch: int
+    length: int
+    heads: int
+    dim: int
+    kv_heads: int | None = None
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: int | None = None  # keys to the left of the query, besides itself
+    documents: tuple[int, ...] = ()
+    bias: bool = False  # [1, heads, length, length] in the inputs' dtype, without its own gradient
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward pass: 4 B H S S D, of a causal mask half.
+
+        A window or packed documents count the pairs that are allowed.
+        """
+        s = self.length
+        if self.documents:
+            pairs = sum(d * d for d in self.documents) * (0.5 if self.causal else 1)
+        elif self.window is not None:
+            pairs = s * self.window
+        else:
+            pairs = s * s * (0.5 if self.causal else 1)
+        return 4.0 * self.batch * self.heads * pairs * self.dim
+
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"is_causal": True} if self.causal else {}
+        if self.window is not None:
+            options["local_window_size"] = (self.window, 0)
+        return options
+
+
+def cell(dim: int, length: int, causal: bool) -> Workload:
+    name = f"d{dim}-{'causal' if causal else 'full'}-{label(length)}"
+    return Workload(name, TOKENS // length, length, HIDDEN // dim, dim, causal=causal)
+
+
+def label(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+DIMS = (64, 128, 256)
+# The cells of the table of peers: D x (causal at 1k, 4k, 16k; full at 16k).
+CELLS = [cell(d, s, True) for d in DIMS for s in (1024, 4096, 16384)] + [cell(d, 16384, False) for d in DIMS]
+GRID = [cell(d, s, c) for d in DIMS for c in (True, False) for s in (512, 1024, 2048, 4096, 8192, 16384)]
+SPECIAL = [
+    Workload("gqa-32-8", 2, 8192, 32, 128, kv_heads=8, causal=True),
+    Workload("documents", 1, 16384, 16, 128, causal=True, documents=(5000, 300, 2700, 1024, 4096, 100, 1900, 1264)),
+    Workload("window-1024", 1, 16384, 16, 128, causal=True, window=1023),
+    Workload("short", 256, 128, 16, 64),
+    Workload("d96", 4, 4096, 16, 96, causal=True),
+    Workload("d192", 4, 4096, 10, 192, causal=True),
+    Workload("bias", 1, 4096, 16, 128, bias=True),
+    Workload("long-128k", 1, 131072, 4, 128, causal=True),
+]
+SMOKE = [
+    Workload("smoke-causal", 1, 64, 2, 16, dtype="float32", causal=True),
+    Workload("smoke-gqa", 1, 48, 4, 16, kv_heads=2, dtype="float32"),
+]
+GROUPS = {"cells": CELLS, "grid": GRID, "special": SPECIAL, "smoke": SMOKE}
+GROUPS |= {f"d{d}": [w for w in CELLS if w.dim == d] for d in DIMS}
+
+
+def find(names: str) -> list[Workload]:
+    """Workloads by comma-separated names of groups or of single workloads.
+
+    Raises:
+      SystemExit: an unknown name.
+    """
+    single = {w.name: w for group in GROUPS.values() for w in group}
+    found: dict[str, Workload] = {}
+    for name in names.split(","):
+        chosen = GROUPS.get(name) or ([single[name]] if name in single else None)
+        if chosen is None:
+            raise SystemExit(f"unknown workload {name!r}: groups {', '.join(GROUPS)}; see `python -m benchmarks list`")
+        found |= {w.name: w for w in chosen}
+    return list(found.values())

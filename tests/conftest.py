@@ -3,7 +3,8 @@
 import os
 import sys
 
-_wants_gpu = any(word in " ".join(sys.argv) for word in ("-m gpu", "-m=gpu", "gpu_record"))
+# tests/gpu_record.py sets the variable; the words are for whoever types `pytest -m gpu`.
+_wants_gpu = "PALLAS_FLASH_GPU_TESTS" in os.environ or "-m gpu" in " ".join(sys.argv)
 if not _wants_gpu:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -16,16 +17,17 @@ import pytest
 
 import pallas_flash
 
-jax.config.update("jax_numpy_rank_promotion", "allow")
-
-
 @pytest.fixture
 def kernels():
     """A context in which implementation="triton" runs here: compiled on a GPU, interpreted elsewhere."""
     return contextlib.nullcontext if jax.default_backend() == "gpu" else pallas_flash.interpret
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
+    on_gpu = jax.default_backend() == "gpu"
     for item in items:
-        if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        if on_gpu and item.get_closest_marker("everywhere"):
+            item.add_marker(pytest.mark.gpu)
+        if not on_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))

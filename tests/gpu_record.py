@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 import time
 
@@ -31,7 +33,11 @@ def main() -> int:
         raise SystemExit("the GPU tests need an NVIDIA GPU, and JAX sees none on this machine")
     recorder = Recorder()
     started = time.perf_counter()
+    os.environ["PALLAS_FLASH_GPU_TESTS"] = "1"
     arguments = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "tests", *sys.argv[1:]]
+    if importlib.util.find_spec("xdist"):  # most of the time is compilation on the host
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        arguments += ["-n", str(min(8, os.cpu_count() or 1))]
     code = pytest.main(arguments, plugins=[recorder])
     record = {
         **report.provenance(),

@@ -52,6 +52,7 @@ def compare(case, tier, kernels):
     check(got, plain, want, floor={"float32": 5e-6, "float16": 1e-4, "bfloat16": 1e-3}[case.dtype])
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("tier", dispatch.TIERS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case, tier, kernels):
@@ -60,8 +61,8 @@ def test_case(case, tier, kernels):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", dispatch.TIERS)
-@pytest.mark.parametrize("case", [*CASES, *BIG_CASES], ids=str)
-def test_case_compiled(case, tier, kernels):
+@pytest.mark.parametrize("case", BIG_CASES, ids=str)
+def test_big_case(case, tier, kernels):
     compare(case, tier, kernels)
 
 

@@ -9,6 +9,8 @@ import pytest
 
 import pallas_flash as pf
 
+pytestmark = pytest.mark.everywhere
+
 T = 70
 
 

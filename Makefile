@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
-JAX ?= jax
+CONSTRAINT ?= jax
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 PYTEST ?= -n 2
@@ -29,11 +29,12 @@ bench: $(READY)
 gpu-test:
 	$(PYTHON) -m tests.gpu_record
 
-# JAX picks the version (JAX='jax==0.10.2'); on a machine with an NVIDIA GPU use EXTRAS=dev,cuda13.
+# CONSTRAINT holds a version down (CONSTRAINT='jax==0.10.2'); with an NVIDIA GPU use EXTRAS=dev,cuda13.
 $(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet '$(JAX)' -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet '$(CONSTRAINT)' -e '.[$(EXTRAS)]'
 	touch $(READY)
 
 clean:

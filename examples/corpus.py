@@ -47,7 +47,7 @@ class Corpus:
         """Endless batches of rows that start at random places."""
         rng = np.random.default_rng(seed)
         while True:
-            begins = rng.integers(0, len(self.text) - length - 1, batch)
+            begins = rng.integers(0, len(self.text) - length, batch)
             places = begins[:, None] + np.arange(length + 1)[None, :]
             document = np.searchsorted(self.starts, places, side="right")
             inside = places - self.starts[document - 1]
@@ -63,7 +63,7 @@ class Corpus:
             )
 
     def unigram_bits(self) -> float:
-        """Entropy of single bytes: what a model without attention to context cannot go below."""
+        """Entropy of single bytes: no model that ignores the context gets below it on this text."""
         share = np.bincount(self.text, minlength=VOCABULARY) / len(self.text)
         share = share[share > 0]
         return float(-(share * np.log2(share)).sum())

@@ -53,15 +53,23 @@ class Trainer:
     def train(self, batches, steps: int, description: str, tokens_per_step: int) -> list[float]:
         """Runs ``steps`` steps behind a progress bar; returns the losses in nats."""
         losses: list[float] = []
-        started, counted_from = time.perf_counter(), 0
-        with tqdm.tqdm(total=steps, desc=description) as bar:
-            for i in range(steps):
-                self.params, self.state, loss = self.step(self.params, self.state, next(batches).arrays())
-                losses.append(float(loss))
-                if i == 0:  # the first step compiles
-                    started, counted_from = time.perf_counter(), 1
-                rate = tokens_per_step * (i + 1 - counted_from) / max(time.perf_counter() - started, 1e-9)
-                bar.set_postfix_str(f"loss {loss:.3f}, {losses[-1] * BITS:.2f} bits/byte, {rate:,.0f} tokens/s")
+        started, running = 0.0, None
+        with tqdm.tqdm(total=steps, desc=description, mininterval=0.5) as bar:
+            for i in range(steps + 1):
+                finished, batch = running, next(batches).arrays()
+                if i < steps:
+                    self.params, self.state, running = self.step(self.params, self.state, batch)
+                if finished is None:
+                    continue
+                # One step behind: reading the newest loss would leave the device idle while the next batch is made.
+                losses.append(float(finished))
+                now = time.perf_counter()
+                if i == 1:  # the first step compiles
+                    started, speed = now, "compiled"
+                else:
+                    speed = f"{tokens_per_step * (i - 1) / (now - started):,.0f} tokens/s"
+                text = f"loss {losses[-1]:.3f}, {losses[-1] * BITS:.2f} bits/byte, {speed}"
+                bar.set_postfix_str(text, refresh=False)
                 bar.update()
         return losses
 
@@ -94,10 +102,10 @@ def draw(losses: list[float], validation: float, unigram: float, path: pathlib.P
 
 
 def main(
-    size: Annotated[str | None, typer.Option(help=f"one of {', '.join(SIZES)}; by default what suits the machine")] = None,
-    steps: Annotated[int | None, typer.Option(help="training steps; by default what the size says")] = None,
-    implementation: Annotated[str | None, typer.Option(help="attention: triton, xla, ...; by default the library's choice")] = None,
-    out: Annotated[pathlib.Path, typer.Option(help="folder for the checkpoint and the plot")] = pathlib.Path("runs/train_lm"),
+    size: Annotated[str | None, typer.Option(help=f"{', '.join(SIZES)}; by default what suits the machine")] = None,
+    steps: Annotated[int | None, typer.Option(help="training steps; by default what the size says", min=1)] = None,
+    implementation: Annotated[str | None, typer.Option(help="triton, xla, ...; by default the library chooses")] = None,
+    out: Annotated[pathlib.Path, typer.Option(help="folder for checkpoint and plot")] = pathlib.Path("runs/train_lm"),
 ) -> None:
     """Trains a byte-level GPT on the sources of Python's standard library."""
     on_gpu = jax.default_backend() == "gpu"
@@ -107,7 +115,7 @@ def main(
     shape = SIZES[name]
     steps = steps or shape.steps
     train, held_out = corpus.load()
-    unigram = train.unigram_bits()
+    unigram = held_out.unigram_bits()
     print(f"{len(train.text):,} bytes in {len(train.starts) - 1} files for training, {len(held_out.text):,} held out")
 
     def spec(heads):

@@ -34,7 +34,7 @@ class Trainer:
     def __init__(self, size: Size, implementation: str | None, steps: int):
         dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
         self.graph, self.params = nnx.split(GPT(size, dtype, implementation, nnx.Rngs(0)))
-        schedule = optax.warmup_cosine_decay_schedule(0.0, size.learning_rate, min(50, steps // 4 + 1), steps)
+        schedule = optax.warmup_cosine_decay_schedule(0.0, size.learning_rate, min(50, steps // 4), steps)
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
         self.state = self.optimizer.init(self.params)
         self.step = jax.jit(self._step, donate_argnums=(0, 1))
@@ -52,26 +52,21 @@ class Trainer:
 
     def train(self, batches, steps: int, description: str, tokens_per_step: int) -> list[float]:
         """Runs ``steps`` steps behind a progress bar; returns the losses in nats."""
-        losses: list[float] = []
-        started, running = 0.0, None
+        losses: list[jax.Array] = []
+        started = 0.0
         with tqdm.tqdm(total=steps, desc=description, mininterval=0.5) as bar:
-            for i in range(steps + 1):
-                finished, batch = running, next(batches).arrays()
-                if i < steps:
-                    self.params, self.state, running = self.step(self.params, self.state, batch)
-                if finished is None:
-                    continue
-                # One step behind: reading the newest loss would leave the device idle while the next batch is made.
-                losses.append(float(finished))
-                now = time.perf_counter()
-                if i == 1:  # the first step compiles
-                    started, speed = now, "compiled"
-                else:
-                    speed = f"{tokens_per_step * (i - 1) / (now - started):,.0f} tokens/s"
-                text = f"loss {losses[-1]:.3f}, {losses[-1] * BITS:.2f} bits/byte, {speed}"
-                bar.set_postfix_str(text, refresh=False)
+            for i in range(steps):
+                self.params, self.state, loss = self.step(self.params, self.state, next(batches).arrays())
+                losses.append(loss)
+                # One step behind: reading the newest loss would leave a GPU idle while the next batch is made.
+                shown = float(losses[max(i - 1, 0)])
+                if i == 0:  # the first step compiles
+                    started = time.perf_counter()
+                rate = tokens_per_step * max(i - 1, 0) / (time.perf_counter() - started)
+                speed = f", {rate:,.0f} tokens/s" if rate else ""
+                bar.set_postfix_str(f"loss {shown:.3f}, {shown * BITS:.2f} bits/byte{speed}", refresh=False)
                 bar.update()
-        return losses
+        return [float(loss) for loss in losses]
 
     def validate(self, split: corpus.Corpus, size: Size, batches: int = 8) -> float:
         """Mean loss in nats on held-out files."""
@@ -124,9 +119,11 @@ def main(
 
     ids = jax.ShapeDtypeStruct((shape.batch, shape.length), jnp.int32)
     kv = spec(shape.kv_heads)
-    plan = pallas_flash.explain(
-        spec(shape.heads), kv, kv, is_causal=True, q_segment_ids=ids, implementation=implementation
-    )
+    options = {"is_causal": True, "q_segment_ids": ids, "implementation": implementation}
+    try:
+        plan = pallas_flash.explain(spec(shape.heads), kv, kv, **options)
+    except (NotImplementedError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--implementation") from error
     print(f"attention:\n{plan}\n")
 
     tokens = shape.batch * shape.length
@@ -140,13 +137,17 @@ def main(
     again = reference.train(train.batches(shape.batch, shape.length, seed=0), compared, "the same on xla", tokens)
     difference = max(abs(a - b) for a, b in zip(losses, again))
     print(f"largest difference of the first {compared} losses to implementation='xla': {difference:.1e}")
+    if plan.forward == "xla":
+        print("(the run above was on xla itself, so this only shows that a run repeats exactly)")
 
     out.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((out / "checkpoint").resolve(), nnx.to_pure_dict(trainer.params), force=True)
     draw(losses, validation, unigram, out / "loss.png")
     print(f"checkpoint and loss curve are in {out}/")
-    print(f"held-out loss {validation:.3f} nats = {validation * BITS:.2f} bits per byte; single bytes have {unigram:.2f}")
+    print(
+        f"held-out loss {validation:.3f} nats = {validation * BITS:.2f} bits per byte; single bytes have {unigram:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -90,7 +90,9 @@ def make_attention_fn(**defaults: Any) -> Callable[..., jax.Array]:
         unknown = {name: x for name, x in options.items() if name not in OPTIONS and x is not None}
         _check_names(unknown)
         if input_positions is not None:
-            raise TypeError("attention_fn does not rotate: apply rotary positions before it (input_positions was given)")
+            raise TypeError(
+                "attention_fn does not rotate: apply rotary positions before it (input_positions was given)"
+            )
         merged = {**defaults, **{name: x for name, x in options.items() if name in OPTIONS}}
         if is_causal:
             merged["is_causal"] = True

@@ -304,9 +304,7 @@ class Dense(Mask):
             some, every = side.reduce(allowed, "any").swapaxes(-1, -2), side.reduce(allowed, "all").swapaxes(-1, -2)
         if some.shape[-1] == 1:  # the same answer everywhere on the other side
             some, every = some[..., 0], every[..., 0]
-            bounds = Range(
-                LOW, jnp.where(every, LOW, HIGH), jnp.where(every, HIGH, LOW), jnp.where(some, HIGH, LOW)
-            )
+            bounds = Range(LOW, jnp.where(every, LOW, HIGH), jnp.where(every, HIGH, LOW), jnp.where(some, HIGH, LOW))
         else:
             place = jnp.arange(some.shape[-1], dtype=jnp.int32)
             lo = jnp.where(some, place, HIGH).min(-1)

@@ -156,9 +156,7 @@ def describe(
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise ValueError(f"bias must be a float array, got {bias.dtype}; a boolean mask goes in as mask=")
 
-    static_offset, offset_array = _offset(
-        q_offset, causal_alignment, batch_dims, q_len, kv_len, q_lengths, kv_lengths
-    )
+    static_offset, offset_array = _offset(q_offset, causal_alignment, batch_dims, q_len, kv_len, q_lengths, kv_lengths)
     static_scale, scale_array = _scale(scale, head_dim)
     combined = all_of(masks)
     problem = Problem(
@@ -219,9 +217,7 @@ def _pairwise(name: str, x: Any, batch_dims: tuple[int, ...], heads: int, q_len:
     target = (*batch_dims, heads, q_len, kv_len)
     rank = max(4, len(target))
     full = (1,) * (rank - len(target)) + target
-    if x.ndim > rank or any(
-        have not in (1, want) for have, want in zip(x.shape[::-1], full[::-1], strict=False)
-    ):
+    if x.ndim > rank or any(have not in (1, want) for have, want in zip(x.shape[::-1], full[::-1], strict=False)):
         raise ValueError(
             f"{name} of shape {x.shape} does not broadcast to [batch, heads, q_len, kv_len] = {list(target)}: "
             "each dimension must be 1 or the full size"
@@ -274,9 +270,7 @@ def _window(size: Any) -> list[Mask]:
     return [Window(*checked)] if checked != [None, None] else []
 
 
-def _segments(
-    q_ids: Any, kv_ids: Any, batch_dims: tuple[int, ...], q_len: int, kv_len: int
-) -> list[Mask]:
+def _segments(q_ids: Any, kv_ids: Any, batch_dims: tuple[int, ...], q_len: int, kv_len: int) -> list[Mask]:
     if q_ids is None and kv_ids is None:
         return []
     if q_ids is None:

@@ -91,7 +91,10 @@ CASES = [
     Case("window", options=lambda: {"local_window_size": (7, 3)}),
     Case("window-left", q_len=200, kv_len=200, batch=1, options=lambda: {"local_window_size": (40, None)}),
     Case("window-0", options=lambda: {"local_window_size": 0}),
-    Case("lengths", options=lambda: {"query_seq_lengths": jnp.array([65, 9]), "key_value_seq_lengths": jnp.array([0, 33])}),
+    Case(
+        "lengths",
+        options=lambda: {"query_seq_lengths": jnp.array([65, 9]), "key_value_seq_lengths": jnp.array([0, 33])},
+    ),
     Case("kv-lengths", options=lambda: {"key_value_seq_lengths": jnp.array([11, 64]), "is_causal": True}),
     Case(
         "bottom-right-lengths",

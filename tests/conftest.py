@@ -17,6 +17,7 @@ import pytest
 
 import pallas_flash
 
+
 @pytest.fixture
 def kernels():
     """A context in which implementation="triton" runs here: compiled on a GPU, interpreted elsewhere."""

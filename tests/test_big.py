@@ -58,7 +58,9 @@ def test_row_does_not_depend_on_the_batch():
     q = random(0, 4, 500, 2, 64)
     k, v = (random(i, 4, 350_000, 2, 64) for i in (1, 2))
     run = jax.jit(lambda q, k, v: pf.flash_attention(q, k, v, implementation="triton"))
-    np.testing.assert_array_equal(np.asarray(run(q, k, v)[:1], np.float32), np.asarray(run(q[:1], k[:1], v[:1]), np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(run(q, k, v)[:1], np.float32), np.asarray(run(q[:1], k[:1], v[:1]), np.float32)
+    )
 
 
 def test_million_tokens_with_a_window():
@@ -79,6 +81,7 @@ def test_million_tokens_with_a_window():
 
 def test_long_sequence_and_its_memory():
     """S = 131072 runs forward and backward, and temporary memory grows linearly."""
+
     def loss(q, k, v):
         return pf.flash_attention(q, k, v, is_causal=True, implementation="triton").astype(jnp.float32).sum()
 

@@ -79,6 +79,7 @@ def test_options_reach_the_kernel():
 def test_active_dropout_is_flax_s_own_with_a_warning(layer):
     adapter._warned.clear()
     if layer is nnx_layer:
+
         def run(fn):
             m = nnx.MultiHeadAttention(
                 4, 32, decode=False, dropout_rate=0.5, deterministic=False, rngs=nnx.Rngs(0, dropout=1),
@@ -88,10 +89,12 @@ def test_active_dropout_is_flax_s_own_with_a_warning(layer):
             except ValueError:  # Flax >= 0.12.11 wants the rngs in the call
                 return m(X, mask=MASKS["float causal"], rngs=nnx.Rngs(dropout=1))
     else:
+
         def run(fn):
             m = layer(fn, dropout_rate=0.5, deterministic=False)
             variables = layer(dropout_rate=0.0).init(jax.random.key(0), X)
             return m.apply(variables, X, mask=MASKS["float causal"], rngs={"dropout": jax.random.key(1)})
+
     stock = run(None)
     with pytest.warns(UserWarning, match="unfused attention.*dropout"):
         ours = run(flax_layers.attention_fn)

@@ -48,8 +48,12 @@ def compare(case, tier, kernels):
     assert got["out"].dtype == arrays[0].dtype and got["lse"].dtype == jnp.float32
     for name, array in zip(("dq", "dk", "dv"), arrays):
         assert got[name].dtype == array.dtype
-    # Rounding of the inputs' products differs between a blocked and a plain sum; float32 carries 24 bits.
-    check(got, plain, want, floor={"float32": 5e-6, "float16": 1e-4, "bfloat16": 1e-3}[case.dtype])
+    # Rounding differs between a blocked and a plain sum. On a GPU float32 is multiplied as TF32, with the precision of
+    # float16, by the kernels always and by XLA only where it calls a matrix product (not for one key, say).
+    floor = {"float32": 5e-6, "float16": 1e-4, "bfloat16": 1e-3}[case.dtype]
+    if jax.default_backend() == "gpu" and case.dtype == "float32" and options.get("precision") != "highest":
+        floor = 1e-3
+    check(got, plain, want, floor)
 
 
 @pytest.mark.everywhere

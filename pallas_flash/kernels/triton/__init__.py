@@ -6,13 +6,14 @@ import jax
 
 from ...devices import Device
 from ...problem import Gradients, Operands, Output, Problem
+
 _MISSING = None
 try:
     # Before the functions below, which have the names of their files.
     from . import backward as _backward_kernels
     from . import forward as _forward_kernel
     from . import tiles
-    from .tile_math import quiet_deprecation
+    from .tile_math import addressable, quiet_deprecation
 except ImportError as error:  # the backend is deprecated upstream: the day it is gone, say so and use other tiers
     _MISSING = f"the installed JAX {jax.__version__} has no Triton backend of Pallas any more ({error})"
 
@@ -38,9 +39,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
             )
         elif device.capability < (8, 0):
             major, minor = device.capability
-            reasons.append(
-                f"it needs compute capability 8.0 (Ampere) or newer and {device.kind} has {major}.{minor}"
-            )
+            reasons.append(f"it needs compute capability 8.0 (Ampere) or newer and {device.kind} has {major}.{minor}")
     if not reasons:
         for kernel in ("forward", "dq", "dkv", *(["dbias"] if problem.bias_shape is not None else [])):
             try:
@@ -59,13 +58,13 @@ def describe(problem: Problem, device: Device) -> dict[str, str]:
 def forward(problem: Problem, device: Device, x: Operands) -> Output:
     """Output and natural-log lse."""
     with quiet_deprecation():
-        return _forward_kernel.forward(problem, x, tiles.choose(problem, "forward", device), device.interpret)
+        return _forward_kernel.forward(
+            problem, addressable(x), tiles.choose(problem, "forward", device), device.interpret
+        )
 
 
-def backward(
-    problem: Problem, device: Device, x: Operands, out: Output, do: jax.Array, dlse: jax.Array
-) -> Gradients:
+def backward(problem: Problem, device: Device, x: Operands, out: Output, do: jax.Array, dlse: jax.Array) -> Gradients:
     """Gradients from the cotangents of o and lse."""
     chosen = {kernel: tiles.choose(problem, kernel, device) for kernel in ("dq", "dkv", "dbias")}
     with quiet_deprecation():
-        return _backward_kernels.backward(problem, x, out, do, dlse, chosen, device.interpret)
+        return _backward_kernels.backward(problem, addressable(x), out, do, dlse, chosen, device.interpret)

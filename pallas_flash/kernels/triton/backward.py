@@ -19,7 +19,7 @@ from ...masks import kv_tile_ranges, q_tile_ranges
 from ...problem import Gradients, Operands, Output, Problem, offset_of
 from ...softmax import LOG2E
 from .bias_gradient import bias_gradient
-from .forward import place
+from .forward import place, split
 from .tile_math import (
     Loops,
     ScoreMaker,
@@ -73,10 +73,12 @@ def _dq(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax
     )(x, saved, jnp.asarray(ranges))
 
 
-def _dq_kernel(p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, saved: Any, ranges_ref: Any, dq_ref: Any) -> None:
+def _dq_kernel(
+    p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, saved: Any, ranges_ref: Any, dq_ref: Any
+) -> None:
     do_ref, lse2_ref, delta_ref = saved
     batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
-    kv_head = jax.lax.div(head, p.group)
+    kv_head, _ = split(head, p.group)
     q_start = q_tile * tile.block_q
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
     do = load_rows(do_ref, batch, head, q_start, tile.block_q, p.q_len, check=True)
@@ -116,7 +118,15 @@ def _dkv(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> tu
 
 
 def _dkv_kernel(
-    p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, saved: Any, ranges_ref: Any, dk_ref: Any, dv_ref: Any
+    p: Problem,
+    tile: Tile,
+    loops: Loops,
+    interpret: bool,
+    x: Operands,
+    saved: Any,
+    ranges_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
 ) -> None:
     do_ref, lse2_ref, delta_ref = saved
     # Under a causal mask the first keys are seen by the most queries: walked in order, heaviest first.

@@ -39,10 +39,11 @@ def _ds(p, x, saved, tile, interpret, q_axis, batch, head, q_tile, kv_tile, mask
     """Gradient of the loss by one tile of biased logits."""
     do_ref, lse2_ref, delta_ref = saved
     q_start, kv_start = q_tile * tile.block_q, kv_tile * tile.block_kv
+    kv_head, _ = split(head, p.group)
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
     do = load_rows(do_ref, batch, head, q_start, tile.block_q, p.q_len, check=True)
-    k = load_rows(x.k, batch, jax.lax.div(head, p.group), kv_start, tile.block_kv, p.kv_len, check=True)
-    v = load_rows(x.v, batch, jax.lax.div(head, p.group), kv_start, tile.block_kv, p.kv_len, check=True)
+    k = load_rows(x.k, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=True)
+    v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=True)
     lse2 = load_stats(lse2_ref, batch, head, q_start, tile.block_q, p.q_len, jnp.inf)
     delta = load_stats(delta_ref, batch, head, q_start, tile.block_q, p.q_len, 0.0)
     delta = delta[:, None] if q_axis == 0 else delta[None, :]
@@ -80,8 +81,9 @@ def _pairs_kernel(
     shared_heads = p.num_q_heads // heads
 
     def add(i, total):
-        batch = own_batch if batches > 1 else jax.lax.div(i, shared_heads)
-        head = own_head if heads > 1 else jax.lax.rem(i, shared_heads)
+        shared_batch, shared_head = split(i, shared_heads)
+        batch = own_batch if batches > 1 else shared_batch
+        head = own_head if heads > 1 else shared_head
         first, _, _, end = load_range(ranges_ref, batch, head, q_tile)
         visits = ((first <= kv_tile) & (kv_tile < end)).astype(jnp.int32)
         tile_ds = functools.partial(_ds, p, x, saved, tile, interpret, 0, batch, head, q_tile, kv_tile, True)
@@ -115,7 +117,15 @@ def _sums(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, alon
 
 
 def _sums_kernel(
-    p: Problem, tile: Tile, loops: Loops, interpret: bool, along_keys: bool, x: Operands, saved: Any, ranges_ref: Any, sums_ref: Any
+    p: Problem,
+    tile: Tile,
+    loops: Loops,
+    interpret: bool,
+    along_keys: bool,
+    x: Operands,
+    saved: Any,
+    ranges_ref: Any,
+    sums_ref: Any,
 ) -> None:
     length, block = (p.kv_len, tile.block_kv) if along_keys else (p.q_len, tile.block_q)
     rest, own_tile = split(pl.program_id(0), pl.cdiv(length, block))

@@ -48,9 +48,11 @@ def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool) -> Outpu
     return Output(o, lse)
 
 
-def _kernel(p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, ranges_ref: Any, o_ref: Any, lse_ref: Any) -> None:
+def _kernel(
+    p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, ranges_ref: Any, o_ref: Any, lse_ref: Any
+) -> None:
     batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
-    kv_head = jax.lax.div(head, p.group)
+    kv_head, _ = split(head, p.group)
     q_start = q_tile * tile.block_q
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
     score = ScoreMaker(p, x, q_axis=0, interpret=interpret)
@@ -95,6 +97,7 @@ def place(num_heads: int, num_tiles: int, *, reverse: bool = True) -> tuple[Any,
     return batch, head, (num_tiles - 1 - tile) if reverse else tile
 
 
-def split(index: Any, size: int) -> tuple[Any, Any]:
+def split(index: Any, size: Any) -> tuple[Any, Any]:
     """Quotient and remainder of an index that is never negative (jnp.divmod would test its sign)."""
+    size = jnp.int32(size)  # a bare int would be 64 bits wide in x64 mode
     return jax.lax.div(index, size), jax.lax.rem(index, size)

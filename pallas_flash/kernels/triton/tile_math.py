@@ -198,7 +198,24 @@ class TritonSpan:
         shape = jnp.broadcast_shapes(q_row.shape, kv_row.shape)
         q_row, kv_row = jnp.broadcast_to(q_row, shape), jnp.broadcast_to(kv_row, shape)
         inside = (q_row < q_len) & (kv_row < kv_len)
-        return plt.load(pairs.at[batch, head, q_row, kv_row], mask=inside, other=_nothing(pairs))
+        values = plt.load(pairs.at[batch, head, q_row, kv_row], mask=inside, other=_nothing(pairs))
+        return values != 0 if values.dtype == _WIDE_BOOL else values
+
+
+_WIDE_BOOL = jnp.int16
+
+
+def addressable(x: Operands) -> Operands:
+    """Operands whose every element the kernels can reach.
+
+    Pallas counts elements in 32 bits up to 2**32 *bytes*, one too few for one-byte elements behind 2**31: such masks
+    travel as int16, where it counts in 64.
+    """
+
+    def widen(leaf):
+        return leaf.astype(_WIDE_BOOL) if leaf.dtype == jnp.bool_ and leaf.size >= 2**31 else leaf
+
+    return x._replace(mask=jax.tree.map(widen, x.mask))
 
 
 def _nothing(ref: Any) -> jax.Array:

@@ -1,0 +1,70 @@
+"""The text of every error of a malformed call: it names the argument, its value or shape, and the rule."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_flash as pf
+
+Q, K = jnp.ones((2, 5, 4, 8)), jnp.ones((2, 7, 2, 8))
+
+
+def call(query=Q, key=K, value=K, bias=None, mask=None, **options):
+    return pf.flash_attention(query, key, value, bias, mask, **options)
+
+
+VALUE_ERRORS = {
+    "rank": ({"query": jnp.ones((5, 8))}, r"at least 3 dimensions, layout is \[batch, length, heads, head_dim\].*\(5, 8\)"),
+    "ranks": ({"key": K[0]}, r"same number of dimensions.*\(2, 5, 4, 8\).*\(7, 2, 8\)"),
+    "batch": ({"key": K[:1], "value": K[:1]}, r"equal batch dimensions"),
+    "value": ({"value": K[:, :3]}, r"key and value must agree"),
+    "dim": ({"key": jnp.ones((2, 7, 2, 9))}, r"same head dim"),
+    "heads": ({"key": jnp.ones((2, 7, 3, 8)), "value": jnp.ones((2, 7, 3, 8))}, r"4 query heads must be a multiple of the 3"),
+    "dtypes": ({"key": K.astype(jnp.bfloat16)}, r"one dtype; got float32, bfloat16 and float32"),
+    "ints": ({"query": Q.astype(int), "key": K.astype(int), "value": K.astype(int)}, r"must be float arrays; got int32"),
+    "float mask": ({"mask": jnp.ones((5, 7))}, r"mask must be boolean.*got float32.*bias="),
+    "mask shape": ({"mask": jnp.ones((2, 1, 5, 6), bool)}, r"mask of shape \(2, 1, 5, 6\) does not broadcast.*\[2, 4, 5, 7\]"),
+    "2-D padding mask": ({"mask": jnp.ones((2, 7), bool)}, r"mask of shape \(2, 7\) does not broadcast"),
+    "bias shape": ({"bias": jnp.ones((3, 5, 7))}, r"bias of shape \(3, 5, 7\) does not broadcast"),
+    "bool bias": ({"bias": jnp.ones((5, 7), bool)}, r"bias must be a float array, got bool.*mask="),
+    "lengths": ({"query_seq_lengths": jnp.array([1, 2, 3])}, r"query_seq_lengths must have one length per batch row, shape \[2\]; got shape \(3,\)"),
+    "float lengths": ({"key_value_seq_lengths": jnp.array([1.0, 2.0])}, r"key_value_seq_lengths must be an integer array"),
+    "window": ({"local_window_size": -1}, r"local_window_size=-1: sizes must be >= 0; use None"),
+    "window pair": ({"local_window_size": (3, -2)}, r"local_window_size=\(3, -2\)"),
+    "window triple": ({"local_window_size": (1, 2, 3)}, r"must be an int or a pair"),
+    "window float": ({"local_window_size": 2.5}, r"must hold ints or None; got 2.5"),
+    "alignment": ({"causal_alignment": "centre"}, r"causal_alignment must be one of 'top_left', 'bottom_right'; got 'centre'"),
+    "offset twice": ({"causal_alignment": "bottom_right", "q_offset": 1}, r"give one of them"),
+    "offset shape": ({"q_offset": jnp.array([1, 2, 3])}, r"q_offset must be an int or have shape \[2\]"),
+    "offset float": ({"q_offset": jnp.array([1.0, 2.0])}, r"q_offset must be an integer array"),
+    "offset range": ({"q_offset": 2**30}, r"q_offset=1073741824 is out of range"),
+    "segments": ({"q_segment_ids": jnp.zeros((2, 5), int)}, r"q_segment_ids alone serves both sides only when.*5 queries and 7 keys"),
+    "kv segments": ({"kv_segment_ids": jnp.zeros((2, 7), int)}, r"kv_segment_ids was given without q_segment_ids"),
+    "segment shape": ({"q_segment_ids": jnp.zeros((2, 4), int), "kv_segment_ids": jnp.zeros((2, 7), int)}, r"q_segment_ids must have shape \[batch, length\] = \[2, 5\]"),
+    "cap": ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be a positive number or None; got 0.0"),
+    "scale": ({"scale": jnp.ones(3)}, r"scale must be a real scalar"),
+    "precision": ({"precision": "best"}, r"precision must be None, 'default'.*got 'best'"),
+    "backward": ({"backward": "slow"}, r"backward must be one of 'auto', 'deterministic', 'fast'"),
+    "dropout": ({"dropout_rate": 1.5}, r"dropout_rate must be in \[0, 1\); got 1.5"),
+    "own mask": ({"mask": pf.Prefix(jnp.array([1, 2, 3]))}, r"mask Prefix has shape \(3,\); the first axis .* 1 or 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUE_ERRORS)
+def test_malformed_call(name):
+    arguments, text = VALUE_ERRORS[name]
+    with pytest.raises(ValueError, match=text):
+        call(**arguments)
+    with pytest.raises(ValueError, match=text):  # and under a transformation, not later
+        jax.eval_shape(lambda: call(**arguments))
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "score", "dropout_rate"])
+def test_not_there_yet(name):
+    with pytest.raises(NotImplementedError, match=f"{name}.*not implemented yet"):
+        call(**{name: 0.5})
+
+
+def test_explain_refuses_unknown_arguments():
+    with pytest.raises(TypeError, match="unknown arguments: causal"):
+        pf.explain(Q, K, K, causal=True)

@@ -1,0 +1,180 @@
+"""JAX's transformations around the kernels, interpreted; the plain tier is the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import shard_map
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import pallas_flash as pf
+
+Q, K, V = (jax.random.normal(jax.random.key(i), (2, 20, n, 8)) for i, n in enumerate((4, 2, 2)))
+
+
+def attend(q, k, v, tier="triton", **options):
+    return pf.flash_attention(q, k, v, implementation=tier, is_causal=True, **options)
+
+
+plain = functools.partial(attend, tier="xla")
+
+
+def close(a, b, atol=2e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    with pf.interpret():
+        yield
+
+
+def grads(f, *a):
+    return jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), tuple(range(len(a))))(*a)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (None, None, 1)], ids=str)
+def test_vmap_over_any_subset_also_of_the_gradient(axes):
+    """BR-65."""
+    args = [x if axis is None else jnp.stack([x, 2 * x, -x], axis) for x, axis in zip((Q, K, V), axes)]
+
+    def both(f):
+        return jax.jit(jax.vmap(lambda *x: (f(*x), grads(f, *x)), axes))(*args)
+
+    close(both(attend), both(plain))
+
+
+def test_vmap_over_masks_lengths_and_offsets():
+    mask = jax.random.bernoulli(jax.random.key(5), 0.6, (3, 1, 1, 20, 20))
+    lengths = jnp.array([[3, 20], [7, 1], [20, 20]])
+    offsets = jnp.array([0, 5, -2])
+
+    def both(tier):
+        def f(mask, lengths, offset):
+            return attend(Q, K, V, tier, mask=mask, key_value_seq_lengths=lengths, q_offset=offset)
+
+        return jax.jit(jax.vmap(f))(mask, lengths, offsets)
+
+    close(both("triton"), both("xla"))
+
+
+def test_nested_vmap_and_unbatched_input():
+    """BR-67."""
+    q, k, v = (jnp.stack([jnp.stack([x, x + 1])] * 2) for x in (Q, K, V))
+    nested = jax.jit(jax.vmap(jax.vmap(jax.vmap(attend))))(q, k, v)
+    close(nested, plain(q, k, v))
+
+
+def test_jacrev():
+    """BR-63."""
+    q, k, v = (x[:1, :4, :2, :8] for x in (Q, K, V))
+    close(*(jax.jacrev(f, (0, 1, 2))(q, k, v) for f in (attend, plain)))
+
+
+def test_scan_while_and_cond():
+    def scanned(f):
+        return jax.lax.scan(lambda q, _: (f(q, K, V), None), Q, None, length=3)[0]
+
+    close(jax.jit(lambda: scanned(attend))(), scanned(plain))
+    looped = jax.jit(lambda: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, attend(c[1], K, V)), (0, Q)))
+    close(looped()[1], plain(plain(Q, K, V), K, V))
+    chosen = jax.jit(lambda p: jax.lax.cond(p, lambda: attend(Q, K, V), lambda: Q))
+    close(chosen(True), plain(Q, K, V))
+    close(chosen(False), Q)
+
+
+def kernels_in(f, *args):
+    """Names of the kernels in a program, as often as each stands there."""
+    text = str(jax.make_jaxpr(f)(*args))
+    return {name: text.count(f"name={name}") for name in ("flash_forward", "flash_dq", "flash_dkv", "flash_dbias")}
+
+
+def test_remat_saves_the_named_results():
+    """BR-70: with the names saved the forward kernel stands once in the gradient, with nothing saved twice."""
+    keep = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+
+    def loss(policy):
+        return jax.grad(lambda q: jnp.sum(jax.checkpoint(lambda q: jnp.sin(attend(q, K, V)), policy=policy)(q)))
+
+    saved = jax.jit(loss(keep)).trace(Q).jaxpr
+    nothing = jax.jit(loss(None)).trace(Q).jaxpr
+    assert [str(j).count("name=flash_forward") for j in (saved, nothing)] == [1, 2]
+    close(jax.jit(loss(keep))(Q), jax.grad(lambda q: jnp.sum(jnp.sin(plain(q, K, V))))(Q))
+
+
+def test_no_bias_kernel_without_a_bias():
+    assert kernels_in(lambda *a: grads(attend, *a), Q, K, V) == {
+        "flash_forward": 1, "flash_dq": 1, "flash_dkv": 1, "flash_dbias": 0}  # fmt: skip
+
+
+def test_x64_mode():
+    with jax.enable_x64(True):
+        got = jax.jit(lambda *a: (attend(*a), grads(attend, *a)))(Q, K, V)
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(got))
+        close(got, (plain(Q, K, V), grads(plain, Q, K, V)))
+
+
+def test_eval_shape_and_donation():
+    assert jax.eval_shape(attend, Q, K, V).shape == Q.shape
+    donated = jax.jit(attend, donate_argnums=0)(Q + 0, K, V)
+    close(donated, plain(Q, K, V))
+
+
+def test_jaxpr_round_trip():
+    """BR-79."""
+    closed = jax.make_jaxpr(attend)(Q, K, V)
+    close(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, Q, K, V)[0], plain(Q, K, V))
+
+
+def test_forward_mode_and_second_order_name_the_way_out():
+    """BR-68."""
+    q = Q[:1, :6, :2]
+    k, v = K[:1, :6, :1], V[:1, :6, :1]
+
+    def jvp(f):
+        return lambda q: jax.jvp(lambda q: f(q, k, v), (q,), (q,))[1]
+
+    def second(f):
+        return jax.grad(lambda q: jnp.sum(jax.grad(lambda q: jnp.sum(jnp.sin(f(q, k, v))))(q) ** 2))
+
+    for derivative in (jvp, second, lambda f: jax.jit(second(f))):
+        with pytest.raises(NotImplementedError, match="implementation='xla', where both work"):
+            derivative(attend)(q)
+    # Inside jit, JAX finds forward mode only after our function has returned, and says so itself.
+    with pytest.raises(TypeError, match="can't apply forward-mode"):
+        jax.jit(jvp(attend))(q)
+    step = 1e-3
+    finite = (plain(q * (1 + step), k, v) - plain(q * (1 - step), k, v)) / (2 * step)
+    close(jvp(plain)(q), finite, atol=1e-3)
+    assert np.isfinite(np.asarray(second(plain)(q))).all()
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
+def test_shard_map(spec):
+    """BR-71: no collective inside attention, forward and backward."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    f = shard_map(
+        lambda *a: (attend(*a), *grads(attend, *a)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    compiled = jax.jit(f).lower(Q, K, V).compile()
+    assert not any(name in compiled.as_text() for name in COLLECTIVES)
+    close(jax.jit(f)(Q, K, V), (plain(Q, K, V), *grads(plain, Q, K, V)))
+
+
+def test_fused_projection_slices():
+    """BR-77."""
+    fused = jnp.stack([Q, Q + 1, Q - 1], axis=2)
+
+    def f(fused, tier):
+        q, k, v = (fused[:, :, i] for i in range(3))
+        return attend(q, k, v, tier)
+
+    close(jax.jit(lambda x: f(x, "triton"))(fused), f(fused, "xla"))
+    moved = jnp.moveaxis(Q, 2, 1)
+    close(jax.jit(lambda m: attend(*(jnp.moveaxis(m, 1, 2),) * 3))(moved), plain(Q, Q, Q))

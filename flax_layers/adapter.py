@@ -177,7 +177,7 @@ def _warn_unfused(reason: str) -> None:
         return
     _warned.add(reason)
     warnings.warn(
-        f"flax_layers runs this layer on Flax's unfused attention, in memory quadratic in the length, because of {reason}",
+        f"flax_layers runs this layer on Flax's unfused attention, quadratic in memory, because of {reason}",
         stacklevel=3,
     )
 

@@ -11,7 +11,7 @@ import jax
 
 _interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("pallas_flash_interpret", default=False)
 
-# Shared memory that one block may ask for, by compute capability (CUDA C++ Programming Guide, technical specifications).
+# Bytes of shared memory that one block may ask for (CUDA C++ Programming Guide, table of technical specifications).
 _SHARED_MEMORY = {(8, 0): 166_912, (8, 6): 101_376, (8, 7): 166_912, (8, 9): 101_376, (9, 0): 232_448}
 _SHARED_MEMORY |= {(10, 0): 232_448, (10, 3): 232_448, (12, 0): 101_376, (12, 1): 101_376}
 

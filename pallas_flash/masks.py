@@ -142,7 +142,7 @@ class Causal(Mask):
 
 @mask
 class Window(Mask):
-    """Keys from ``left`` tokens before the query's position to ``right`` behind it, inclusive; None leaves a side open."""
+    """Keys from ``left`` tokens before the position to ``right`` behind it, inclusive; None leaves a side open."""
 
     left: int | None = static(default=None)
     right: int | None = static(default=None)

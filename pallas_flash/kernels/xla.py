@@ -108,7 +108,7 @@ def _finite(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def attend_chunked(problem: Problem, x: Operands, chunk: int = 256) -> Output:
-    """``attend`` over ``chunk`` queries at a time, recomputed in the backward pass (Rabe & Staats, arXiv:2112.05682)."""
+    """``attend``, ``chunk`` queries at a time, recomputed in the backward pass (Rabe & Staats, arXiv:2112.05682)."""
     p = problem
     count = -(-p.q_len // chunk)
     padding = count * chunk - p.q_len

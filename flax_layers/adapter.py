@@ -33,6 +33,7 @@ _MASKING = (
     "q_segment_ids",
     "kv_segment_ids",
 )
+_MARK = "_pallas_flash"
 _warned: set[str] = set()
 
 
@@ -111,7 +112,7 @@ def make_attention_fn(**defaults: Any) -> Callable[..., jax.Array]:
         }
         if not any(reasons.values()):
             return pallas_flash.flash_attention(query, key, value, bias, mask, precision=precision, **merged)
-        _warn_unfused(" and ".join(reason for reason, given in reasons.items() if given))
+        reason = " and ".join(reason for reason, given in reasons.items() if given)
         flax_arguments = {
             "broadcast_dropout": broadcast_dropout,
             "dropout_rng": dropout_rng,
@@ -131,12 +132,18 @@ def make_attention_fn(**defaults: Any) -> Callable[..., jax.Array]:
             )
         else:
             stock = nnx.dot_product_attention
-        return _unfused(stock, query, key, value, bias, mask, merged, flax_arguments)
+        return _unfused(reason, stock, query, key, value, bias, mask, merged, flax_arguments)
 
+    setattr(attention_fn, _MARK, True)
     return attention_fn
 
 
-def _unfused(stock, query, key, value, bias, mask, options, flax_arguments):
+def is_ours(function: Any) -> bool:
+    """Whether a function was made by :func:`make_attention_fn`."""
+    return hasattr(function, _MARK)
+
+
+def _unfused(reason, stock, query, key, value, bias, mask, options, flax_arguments):
     """Flax's own attention, with what our options mean written into its arguments."""
     cannot = [name for name in options if name not in (*_MASKING, "scale", "implementation", "backward")]
     cannot = [name for name in cannot if options[name] is not None]
@@ -146,6 +153,7 @@ def _unfused(stock, query, key, value, bias, mask, options, flax_arguments):
             f"{', '.join(what)} cannot be honoured by the unfused attention that dropout, sow_weights and custom "
             "einsums need; leave it out, or switch those off"
         )
+    _warn_unfused(reason)
     masking = {name: x for name, x in options.items() if name in _MASKING}
     if mask is not None or masking:
         mask = pallas_flash.dense_mask(query, key, mask, **masking)

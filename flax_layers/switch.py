@@ -8,10 +8,9 @@ from typing import Any
 
 from flax import linen, nnx
 
-from .adapter import make_attention_fn
+from .adapter import is_ours, make_attention_fn
 
 _STOCK = (nnx.dot_product_attention, linen.dot_product_attention)
-_MARK = "_pallas_flash"  # on functions made here, so that use_reference takes back those and no others
 
 
 def use_flash(model: Any, **options: Any) -> Any:
@@ -38,14 +37,12 @@ def use_flash(model: Any, **options: Any) -> Any:
         return FlashModule(model, options)
     if not isinstance(model, nnx.Module):
         raise TypeError(f"use_flash takes an nnx or a linen module; got {type(model).__name__}")
-    function = make_attention_fn(**options)
-    setattr(function, _MARK, True)
-    return _set(model, function, lambda old: old in _STOCK or hasattr(old, _MARK))
+    return _set(model, make_attention_fn(**options), lambda old: old in _STOCK or is_ours(old))
 
 
 def use_reference(model: nnx.Module) -> list[Any]:
     """Takes :func:`use_flash` back on an nnx model; returns the changed layers."""
-    return _set(model, nnx.dot_product_attention, lambda old: hasattr(old, _MARK))
+    return _set(model, nnx.dot_product_attention, is_ours)
 
 
 def _set(model: nnx.Module, function: Any, applies: Any) -> list[Any]:

@@ -169,7 +169,8 @@ def _problem_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     signature = inspect.signature(flash_attention).parameters
     if unknown := options.keys() - signature.keys():
         raise TypeError(f"unknown arguments: {', '.join(sorted(unknown))}")
-    _refuse_future(*(options.get(name) for name in ("sinks", "alibi_slopes", "score")), options.get("dropout_rate", 0))
+    future = (options.get(name) for name in ("sinks", "alibi_slopes", "score", "dropout_rate"))
+    _refuse_future(*future)
     wanted = [name for name in inspect.signature(describe).parameters if name not in ("query", "key", "value", "bias")]
     given = {name: options.get(name, signature[name].default) for name in wanted if name != "mask"}
     arrays = {n: x for n, x in given.items() if isinstance(x, (jax.Array, jax.ShapeDtypeStruct))}
@@ -217,7 +218,7 @@ def _backward(plan: Plan, saved: tuple[Operands, Output], cotangents: Output) ->
     x, out = saved
     tier = dispatch.TIERS[plan.backward]
     g = _once_differentiable(functools.partial(tier.backward, plan.problem, plan.device))(x, out, *cotangents)
-    dscale = None if g.dscale is None else g.dscale.astype(x.scale.dtype)
+    dscale = None if x.scale is None or g.dscale is None else g.dscale.astype(x.scale.dtype)
     return (Operands(g.dq, g.dk, g.dv, g.dbias, mask=None, q_offset=None, scale=dscale),)  # type: ignore[arg-type]
 
 
@@ -236,6 +237,7 @@ def _once_differentiable(function: Any) -> Any:
 
 
 def _refuse_future(sinks: Any, alibi_slopes: Any, score: Any, dropout_rate: Any) -> None:
+    dropout_rate = 0.0 if dropout_rate is None else dropout_rate
     given = {"sinks": sinks, "alibi_slopes": alibi_slopes, "score": score}
     for name, value in given.items():
         if value is not None:

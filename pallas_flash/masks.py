@@ -14,7 +14,7 @@ Arrays in a mask have the batch (or 1) as their first axis.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ def static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def mask(cls: type[_T]) -> type[_T]:
     """Class decorator: makes a :class:`Mask` subclass a frozen dataclass and a pytree.
 

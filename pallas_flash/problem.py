@@ -89,8 +89,13 @@ class Gradients(NamedTuple):
 
 
 def offset_of(problem: Problem, x: Operands) -> Any:
-    """Position of query 0: an int, or an int32 array [B or 1]."""
+    """Position of query 0: an int, or an int32 array [B or 1] (inside a kernel, its ref)."""
     return problem.q_offset if problem.q_offset is not None else x.q_offset
+
+
+def scale_of(problem: Problem, x: Operands) -> Any:
+    """What the products are multiplied by: a float, or a float32 array [1]."""
+    return problem.scale if problem.scale is not None else x.scale
 
 
 def check_offset_is_valid(q_offset: Any) -> None:
@@ -145,10 +150,11 @@ def describe(
     if isinstance(mask, Mask):
         masks.append(_own_arrays(mask, batch))
     elif mask is not None:
-        masks.append(Dense(_pairwise("mask", mask, *target)))
-        if masks[-1].array.dtype != jnp.bool_:
+        array = _pairwise("mask", mask, *target)
+        masks.append(Dense(array))
+        if array.dtype != jnp.bool_:
             raise ValueError(
-                f"mask must be boolean (True = attend) or a pallas_flash.Mask, got {masks[-1].array.dtype}; "
+                f"mask must be boolean (True = attend) or a pallas_flash.Mask, got {array.dtype}; "
                 "an additive float mask goes in as bias="
             )
     if bias is not None:
@@ -177,8 +183,8 @@ def describe(
         precision=_precision(precision),
         backward=_one_of("backward", backward, ("auto", "deterministic", "fast")),
     )
-    flat = (x.reshape(batch, *x.shape[nb:]) for x in (query, key, value))
-    return problem, Operands(*flat, bias, combined, offset_array, scale_array), batch_dims
+    query, key, value = (x.reshape(batch, *x.shape[nb:]) for x in (query, key, value))
+    return problem, Operands(query, key, value, bias, combined, offset_array, scale_array), batch_dims
 
 
 def _check_arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
@@ -326,8 +332,8 @@ def _offset(
             )
         if q_lengths is None and kv_lengths is None:
             return kv_len - q_len, None
-        last_q = jnp.full((1,), q_len) if q_lengths is None else _clip(q_lengths, q_len)
-        last_kv = jnp.full((1,), kv_len) if kv_lengths is None else _clip(kv_lengths, kv_len)
+        last_q = jnp.full((1,), q_len) if q_lengths is None else jnp.clip(q_lengths, 0, q_len)
+        last_kv = jnp.full((1,), kv_len) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_len)
         return None, (last_kv - last_q).astype(jnp.int32)
     if q_offset is None:
         return 0, None

@@ -8,7 +8,7 @@ along one side at once, and answer with a :class:`Range` for each.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +17,32 @@ import numpy as np
 LOW, HIGH = -(2**30), 2**30  # stand for "no bound"; far from int32's ends so that offsets can be added
 
 
-class Span(Protocol):
-    """A run of tokens along one side of a tile.
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A run of tokens along one side of a tile; each tier has its own subclass.
 
     Attributes:
-      index: int32 absolute positions (array row plus the query offset), shaped to broadcast over the tile.
-      row: int32 rows in the array, the same shape.
+      row: int32 rows in the array, shaped to broadcast over the tile.
+      index: int32 absolute positions (row plus the query offset), shaped alike.
       batch, head: the batch row and the query head of this tile, int32, broadcastable to ``index``.
     """
 
-    index: jax.Array
     row: jax.Array
-    batch: jax.Array
-    head: jax.Array
+    index: jax.Array
+    batch: Any
+    head: Any
 
     def take(self, per_token: Any) -> jax.Array:
         """Values of an array [B or 1, length] at these tokens, shaped like ``index``."""
-        ...
+        raise NotImplementedError
 
     def per_batch(self, values: Any) -> jax.Array:
         """Value of an array [B or 1] for this batch row, broadcastable to ``index``."""
-        ...
+        raise NotImplementedError
+
+    def take_pairs(self, kv: Any, pairs: Any) -> jax.Array:
+        """Of queries: the tile with keys ``kv`` of an array [B or 1, N or 1, T or 1, S or 1]; a size of 1 stays 1."""
+        raise NotImplementedError
 
 
 class Range(NamedTuple):

@@ -14,17 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from ..masks import Mask
-from ..problem import Operands, Output, Problem, offset_of
+from ..problem import Operands, Output, Problem, offset_of, scale_of
+from ..spans import Span
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseSpan:
+class DenseSpan(Span):
     """Rows of one side of the whole [B, N, T, S] array of scores; ``axis`` is -2 for queries and -1 for keys."""
 
-    row: jax.Array
-    index: jax.Array
-    batch: jax.Array
-    head: jax.Array
     axis: int
 
     def _rows(self) -> jax.Array:
@@ -76,7 +73,7 @@ def attend(problem: Problem, x: Operands, rows: jax.Array | None = None) -> Outp
     grouped = q.reshape(p.batch, -1, p.num_kv_heads, p.group, p.head_dim)
     logits = jnp.einsum("btkgd,bskd->bkgts", grouped, k, precision=precision, preferred_element_type=wide)
     logits = logits.reshape(p.batch, p.num_q_heads, -1, p.kv_len)
-    logits = logits * (p.scale if p.scale is not None else x.scale)
+    logits = logits * scale_of(p, x)
     if p.soft_cap is not None:
         logits = p.soft_cap * jnp.tanh(logits / p.soft_cap)
     if x.bias is not None:

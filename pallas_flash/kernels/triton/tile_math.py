@@ -18,8 +18,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from ...problem import Operands, Problem
+from ...problem import Operands, Problem, offset_of, scale_of
 from ...softmax import LOG2E
+from ...spans import Span
 
 Chunks = tuple[jax.Array, ...]
 
@@ -163,13 +164,9 @@ def _zero(traced: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonSpan:
+class TritonSpan(Span):
     """A run of tokens along axis 0 or 1 of a tile in registers."""
 
-    row: jax.Array
-    index: jax.Array
-    batch: Any
-    head: Any
     flat: jax.Array
     length: int
     axis: int
@@ -251,9 +248,8 @@ class ScoreMaker:
         return p.scale * LOG2E if plain and p.scale is not None and 1e-6 < p.scale < 1e6 else 1.0
 
     def offset(self, batch: Any) -> Any:
-        if self.problem.q_offset is not None:
-            return self.problem.q_offset
-        return self.x.q_offset[batch if self.x.q_offset.shape[0] > 1 else 0]
+        offset = offset_of(self.problem, self.x)
+        return offset if isinstance(offset, int) else offset[batch if offset.shape[0] > 1 else 0]
 
     def spans(self, batch, head, q_start, block_q, kv_start, block_kv) -> tuple[TritonSpan, TritonSpan]:
         p = self.problem
@@ -263,7 +259,8 @@ class ScoreMaker:
     def __call__(self, products: jax.Array, q: TritonSpan, kv: TritonSpan, penalty: jax.Array | None) -> Scores:
         """Scores of a tile; ``penalty`` is :func:`sanitise`'s, or None for a tile that the mask allows entirely."""
         p = self.problem
-        scale = p.scale if p.scale is not None else self.x.scale[0]
+        scale = scale_of(p, self.x)
+        scale = scale if isinstance(scale, float) else scale[0]
         s = products if penalty is None else products + penalty
         capped = None
         if p.soft_cap is not None:

@@ -8,67 +8,77 @@ import pathlib
 import time
 from typing import Any
 
-from . import peers, report, timing, workloads
+from . import peers, reference, report, timing, workloads
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes the JSON after every cell, so that a run that is cut short leaves what it measured."""
-    results: dict[str, Any] = {**report.provenance(), "rows": []}
+    results: dict[str, Any] = {**report.provenance(), "error_is": reference.STATEMENT, "rows": []}
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     started = time.perf_counter()
-    for w in workloads.find(args.workloads):
-        reference: dict[str, Any] = {}
-        for peer in peers.find(args.peers):
+    for w, names in ((w, peers.find(args.peers)) for w in workloads.find(args.workloads)):
+        case = None
+        for peer in names:
             if time.perf_counter() - started > args.budget:
-                results["cut_short"] = f"budget of {args.budget:.0f} s spent before {w.name}, {peer}"
-                break
-            rows = timing.run(w, peer, directions, reference)
+                results.setdefault("not_run", []).append(
+                    f"{w.name}, {peer}: the budget of {args.budget:.0f} s was spent"
+                )
+                continue
+            case = case or timing.Case.of(w)
+            rows = timing.run(case, peer, directions)
             results["rows"] += rows
             for r in rows:
                 print(f"{r['workload']:18} {r['direction']:9} {peer:16} " + summary(r), flush=True)
-            if args.out:
-                report.write(args.out, results)
-    print("\n" + report.table(results))
+            save(args, results)
+    save(args, results)
+    if not results["rows"]:
+        raise SystemExit("nothing was run: the budget was spent before the first cell")
+    print("\n" + report.table(results) + "\n" + report.refusals(results))
     if args.plot:
         report.plot(results, args.plot)
+
+
+def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    if args.out:
+        report.write(args.out, results)
 
 
 def summary(r: dict[str, Any]) -> str:
     if "refused" in r:
         return f"refused: {r['refused']}"
-    error = "" if r["error"] is None else f", error {r['error']:.1e}"
-    return f"{r['us']:10.1f} us {r['tflops']:8.2f} TFLOP/s, spread {r['spread']:.1%}{error}"
+    return f"{r['us']:10.1f} us {r['tflops']:8.2f} TFLOP/s, spread {r['spread']:.1%}, error {r['error']:.1e}"
 
 
 def memory(args: argparse.Namespace) -> None:
     results: dict[str, Any] = {**report.provenance(), "rows": []}
-    for implementation in args.peers.split(","):
+    for peer in peers.find(args.peers):
         for length in (int(x) for x in args.lengths.split(",")):
-            w = dataclasses.replace(workloads.cell(args.dim, length, True), batch=1)
-            if args.dtype:
-                w = dataclasses.replace(w, dtype=args.dtype)
+            w = dataclasses.replace(workloads.cell(args.dim, length, True), batch=1, dtype=args.dtype)
             try:
-                r = {**timing.memory(w, implementation), "length": length}
-            except (peers.Refusal, RuntimeError) as error:
-                print(f"{implementation} S={length}: {str(error).splitlines()[0][:120]}")
-                continue
+                r = timing.memory(w, peer)
+                print(f"{peer:16} S={length:7} {r['temp_bytes'] / 2**20:12.1f} MiB", flush=True)
+            except Exception as error:  # out of memory, not on this device, not installed: the row says which
+                reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                r = {"workload": w.name, "peer": peer, "length": length, "refused": reason}
+                print(f"{peer:16} S={length:7} refused: {reason}", flush=True)
             results["rows"].append(r)
-            print(f"{implementation:12} S={length:7} {r['temp_bytes'] / 2**20:12.1f} MiB", flush=True)
-    if args.out:
-        report.write(args.out, results)
+            save(args, results)
     if args.plot:
-        report.plot_memory(results, args.plot)
+        report.plot(results, args.plot)
 
 
 def show(args: argparse.Namespace) -> None:
     for group, members in workloads.GROUPS.items():
         print(f"{group}: {', '.join(w.name for w in members)}")
-    print(f"peers: {', '.join(peers.PEERS)}")
+    print(f"peers: {', '.join(peers.NAMES)}")
 
 
 def write_report(args: argparse.Namespace) -> None:
     for path in args.results:
-        print(report.table(report.read(path)))
+        results = report.read(path)
+        print(report.table(results))
+        if args.plot:
+            report.plot(results, args.plot)
     for document in args.write:
         report.insert(document)
 
@@ -86,7 +96,7 @@ def main() -> None:
     command.set_defaults(run=run)
     command = commands.add_parser("memory", help="temporary memory over sequence length")
     command.add_argument("--dim", type=int, default=128)
-    command.add_argument("--dtype")
+    command.add_argument("--dtype", default="bfloat16")
     command.add_argument("--lengths", default="1024,2048,4096,8192,16384,32768,65536,131072")
     command.add_argument("--peers", default="triton,xla")
     command.add_argument("--out", type=pathlib.Path)
@@ -96,6 +106,7 @@ def main() -> None:
     command = commands.add_parser("report", help="tables from JSON")
     command.add_argument("results", nargs="*", type=pathlib.Path)
     command.add_argument("--write", nargs="*", type=pathlib.Path, default=[], help="documents whose tables to renew")
+    command.add_argument("--plot", type=pathlib.Path, help="PNG file: TFLOP/s, or memory, over sequence length")
     command.set_defaults(run=write_report)
     args = parser.parse_args()
     args.run(args)

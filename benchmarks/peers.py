@@ -1,7 +1,12 @@
-"""Implementations to compare, with one face: ``attention(q, k, v)`` for a workload, in [B, T, N, D]."""
+"""Implementations to compare, with one face: ``attention(q, k, v, extras)`` for a workload, in [B, T, N, D].
+
+``extras`` holds what else a workload needs (segment ids, a mask, a bias), as arguments: arrays that a jitted function
+closes over become constants of the program, half a gigabyte of them for a bias.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -14,45 +19,39 @@ import pallas_flash
 
 from .workloads import Workload
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attention = Callable[[jax.Array, jax.Array, jax.Array, dict[str, Any]], jax.Array]
+Maker = Callable[[Workload], Attention]
 
 
 class Refusal(Exception):
     """A peer cannot run a workload; the text says why."""
 
 
-def segment_ids(w: Workload) -> jax.Array:
-    return jnp.asarray(np.repeat(np.arange(len(w.documents)), w.documents), jnp.int32)[None]
+def extras(w: Workload) -> dict[str, Any]:
+    made: dict[str, Any] = {"ids": None, "mask": None, "bias": None}
+    if w.documents:
+        ids = jnp.asarray(np.repeat(np.arange(len(w.documents)), w.documents), jnp.int32)[None]
+        # The dense mask of those who know no segment ids.
+        made |= {"ids": ids, "mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
+    if w.bias:
+        made["bias"] = jax.random.normal(jax.random.key(7), (1, w.heads, w.length, w.length)).astype(w.dtype)
+    return made
 
 
-def bias_of(w: Workload) -> jax.Array | None:
-    if not w.bias:
-        return None
-    return jax.random.normal(jax.random.key(7), (1, w.heads, w.length, w.length)).astype(w.dtype)
-
-
-def ours(implementation: str) -> Callable[[Workload], Attention]:
+def ours(implementation: str) -> Maker:
     def make(w: Workload) -> Attention:
-        options = w.options()
-        if w.documents:
-            options["q_segment_ids"] = segment_ids(w)
-        bias = bias_of(w)
-        return lambda q, k, v: pallas_flash.flash_attention(q, k, v, bias, implementation=implementation, **options)
+        options = {**w.options(), "implementation": implementation}
+        return lambda q, k, v, x: pallas_flash.flash_attention(q, k, v, x["bias"], q_segment_ids=x["ids"], **options)
 
     return make
 
 
-def jax_nn(implementation: str) -> Callable[[Workload], Attention]:
+def jax_nn(implementation: str) -> Maker:
     def make(w: Workload) -> Attention:
-        mask = None
-        if w.documents:
-            ids = segment_ids(w)
-            mask = (ids[:, :, None] == ids[:, None, :])[:, None]
         if implementation == "xla" and w.batch * w.heads * w.length**2 * 4 > 40e9:
             raise Refusal("float32 logits of more than 40 GB")
-        bias = bias_of(w)
         options = {**w.options(), "implementation": implementation}
-        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, bias, mask, **options)
+        return lambda q, k, v, x: jax.nn.dot_product_attention(q, k, v, x["bias"], x["mask"], **options)
 
     return make
 
@@ -61,55 +60,71 @@ def jax_triton_op(w: Workload) -> Attention:
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
     if w.window is not None or w.bias or w.kv_heads not in (None, w.heads):
         raise Refusal("no window, no bias, no grouped heads")
-    ids = segment_ids(w) if w.documents else None
-    return lambda q, k, v: module.mha(q, k, v, ids, sm_scale=w.dim**-0.5, causal=w.causal)
+    return lambda q, k, v, x: module.mha(q, k, v, x["ids"], sm_scale=w.dim**-0.5, causal=w.causal)
 
 
-def tokamax(w: Workload) -> Attention:
-    module = importlib.import_module("tokamax")
-    mask = None
-    if w.documents:
-        ids = segment_ids(w)
-        mask = (ids[:, :, None] == ids[:, None, :])[:, None]
-    bias = bias_of(w)
-    return lambda q, k, v: module.dot_product_attention(q, k, v, bias, mask, **w.options())
+def tokamax(implementation: str) -> Maker:
+    def make(w: Workload) -> Attention:
+        module = importlib.import_module("tokamax")
+        options = {**w.options(), "implementation": implementation}
+        return lambda q, k, v, x: module.dot_product_attention(q, k, v, x["bias"], x["mask"], **options)
+
+    return make
+
+
+def _flash_mha(module: Any, w: Workload) -> Attention:
+    if w.bias:
+        raise Refusal("no bias")
+    # FlashAttention counts the keys beside the query, as jax.nn does; -1 leaves a side open.
+    window = (-1, -1) if w.window is None else (w.window, 0)
+    return functools.partial(module.flash_mha, is_causal=w.causal, window_size=window)
+
+
+def dew(w: Workload) -> Attention:
+    """FlashAttention-3 on Hopper, -2 elsewhere."""
+    module = importlib.import_module("dew_flash_attn")
+    if w.documents and w.batch == 1:
+        starts = np.cumsum((0, *w.documents), dtype=np.int32)
+        varlen = functools.partial(
+            module.flash_mha_varlen, cu_seqlens=starts, max_seqlen=max(w.documents), is_causal=w.causal
+        )
+        return lambda q, k, v, x: varlen(q[0], k[0], v[0])[None]
+    attention = _flash_mha(module, w)
+    return lambda q, k, v, x: attention(q, k, v)
 
 
 def flash_attn3_jax(w: Workload) -> Attention:
     module = importlib.import_module("flash_attn3_jax")
-    if w.documents or w.bias:
-        raise Refusal("no packed documents in this call, no bias")
-    window = (-1, -1) if w.window is None else (w.window, 0)
-    return lambda q, k, v: module.flash_mha(q, k, v, is_causal=w.causal, window_size=window)
+    if w.documents:
+        raise Refusal("no packed documents in this call")
+    attention = _flash_mha(module, w)
+    return lambda q, k, v, x: attention(q, k, v)
 
 
 def jax_linear_attention(w: Workload) -> Attention:
-    module = importlib.import_module("jax_linear_attention")
+    module = importlib.import_module("jla.ops.mosaic_gpu.attention")
     if not w.causal or w.bias:
         raise Refusal("causal only, no bias")
-    options: dict[str, Any] = {"segment_ids": segment_ids(w)} if w.documents else {}
-    if w.window is not None:
-        options["sliding_window"] = w.window + 1  # counts the query itself
-    return lambda q, k, v: module.flash_attention(q, k, v, **options)
+    window = None if w.window is None else w.window + 1  # counts the query itself
+    return lambda q, k, v, x: module.flash_attention(q, k, v, segment_ids=x["ids"], sliding_window=window)
 
 
-PEERS: dict[str, Callable[[Workload], Attention]] = {
+TORCH = "torch flash"
+PEERS: dict[str, Maker] = {
     "triton": ours("triton"),
     "xla": ours("xla"),
     "xla_chunked": ours("xla_chunked"),
     "jax.nn cudnn": jax_nn("cudnn"),
     "jax.nn xla": jax_nn("xla"),
     "jax triton op": jax_triton_op,
-    "tokamax": tokamax,
+    "tokamax mosaic": tokamax("mosaic"),
+    "tokamax triton": tokamax("triton"),
+    "dew-flash-attn": dew,
     "flash-attn3-jax": flash_attn3_jax,
     "jax-linear-attention": jax_linear_attention,
-    "torch flash": lambda w: _torch_only(),
 }
-OURS = ("triton", "xla", "xla_chunked")
-
-
-def _torch_only() -> Attention:
-    raise Refusal("timed by timing.measure_torch, not as a JAX function")
+NAMES = (*PEERS, TORCH)  # torch is no JAX function: torch_sdpa.py
+SHORT = {"cudnn": "jax.nn cudnn", "torch": TORCH}
 
 
 def find(names: str) -> list[str]:
@@ -119,9 +134,9 @@ def find(names: str) -> list[str]:
       SystemExit: an unknown name.
     """
     if names == "all":
-        return list(PEERS)
-    chosen = [name.strip() for name in names.split(",")]
+        return list(NAMES)
+    chosen = [SHORT.get(name.strip(), name.strip()) for name in names.split(",")]
     for name in chosen:
-        if name not in PEERS:
-            raise SystemExit(f"unknown peer {name!r}: {', '.join(PEERS)}")
+        if name not in NAMES:
+            raise SystemExit(f"unknown peer {name!r}: {', '.join(NAMES)}")
     return chosen

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 
+LARGEST_ERROR = 0.03  # bfloat16 attention is within a third of it, gradients included
 RESULTS = pathlib.Path(__file__).parent / "results"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "tokamax", "dew-flash-attn-cu13")
-_PACKAGES += ("flash-attn3-jax", "jax-linear-attention", "flax")
+_PACKAGES += ("flash-attn3-jax", "jax-linear-attention", "flax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
 def provenance() -> dict[str, Any]:
@@ -56,38 +57,71 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: one line per workload and direction, a column per peer: TFLOP/s (and error where it is large)."""
+    """Markdown: a line per workload and direction, a column per peer. Wrong numbers are flagged beside their time."""
+    if "length" in results["rows"][0]:
+        return _memory_table(results)
     rows = results["rows"]
-    peers = list(dict.fromkeys(r["peer"] for r in rows if "us" in r))
-    lines = ["| workload | direction | " + " | ".join(peers) + " |", "|---" * (len(peers) + 2) + "|"]
+    columns = list(dict.fromkeys(r["peer"] for r in rows if "us" in r))
+    lines = ["| workload | direction | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
     for workload, direction in dict.fromkeys((r["workload"], r["direction"]) for r in rows):
         cells = {r["peer"]: r for r in rows if (r["workload"], r["direction"]) == (workload, direction)}
-        lines.append(f"| {workload} | {direction} | " + " | ".join(_cell(cells.get(p)) for p in peers) + " |")
+        lines.append(f"| {workload} | {direction} | " + " | ".join(_cell(cells.get(p)) for p in columns) + " |")
+    return "\n".join([*lines, "", f"TFLOP/s (microseconds). {_source(results)}"])
+
+
+def _memory_table(results: dict[str, Any]) -> str:
+    rows = results["rows"]
+    columns = list(dict.fromkeys(r["peer"] for r in rows))
+    sizes = {(r["length"], r["peer"]): r.get("temp_bytes") for r in rows}
+    lines = ["| length | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for length in dict.fromkeys(r["length"] for r in rows):
+        found = (sizes.get((length, peer)) for peer in columns)
+        lines.append(f"| {length} | " + " | ".join("-" if s is None else f"{s / 2**20:.1f}" for s in found) + " |")
+    return "\n".join([*lines, "", f"Temporary memory of `value_and_grad`, MiB. {_source(results)}"])
+
+
+def _source(results: dict[str, Any]) -> str:
     where = f"{results['device']}, JAX {results['versions'].get('jax')}, commit {results['commit'][:10]}"
-    lines += ["", f"TFLOP/s (microseconds). {where}, {results['date'][:10]}; `{results['command']}`"]
-    return "\n".join(lines)
+    return f"{where}, {results['date'][:10]}; `{results['command']}`"
+
+
+def refusals(results: dict[str, Any]) -> str:
+    """A line for each peer and reason, with the workloads that it holds for."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for r in results["rows"]:
+        if "refused" in r:
+            found.setdefault((r["peer"], r["refused"]), {})[r["workload"]] = None
+    return "\n".join(f"{peer}: {reason} ({', '.join(names)})" for (peer, reason), names in found.items())
 
 
 def _cell(r: dict[str, Any] | None) -> str:
     if r is None or "us" not in r:
         return "-"
-    wrong = f" **error {r['error']:.0e}**" if r.get("error") is not None and not r["error"] < 0.03 else ""
+    wrong = "" if r.get("error") is None or r["error"] < LARGEST_ERROR else f" **error {r['error']:.0e}**"
     return f"{r['tflops']:.0f} ({r['us']:.0f}){wrong}"
 
 
 def insert(document: pathlib.Path) -> None:
-    """Replaces the text between ``<!-- table:NAME -->`` and ``<!-- /table -->`` by results/NAME.json's table."""
+    """Replaces the text between ``<!-- table:NAME -->`` and ``<!-- /table -->`` by results/NAME.json's table.
+
+    Raises:
+      SystemExit: the document has no such place.
+    """
 
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)
         return f"<!-- table:{name} -->\n{table(read(RESULTS / f'{name}.json'))}\n<!-- /table -->"
 
-    text = document.read_text()
-    document.write_text(re.sub(r"<!-- table:([\w-]+) -->.*?<!-- /table -->", fill, text, flags=re.S))
+    text, count = re.subn(r"<!-- table:([\w-]+) -->.*?<!-- /table -->", fill, document.read_text(), flags=re.S)
+    if not count:
+        raise SystemExit(f"{document}: no <!-- table:NAME --> ... <!-- /table --> in it")
+    document.write_text(text)
 
 
 def plot(results: dict[str, Any], path: pathlib.Path) -> None:
-    """TFLOP/s over sequence length, a panel per head dim and mask."""
+    """TFLOP/s over sequence length, a panel per head dim, mask and direction; or memory over sequence length."""
+    if "length" in results["rows"][0]:
+        return _plot_memory(results, path)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -118,7 +152,7 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
     plt.close(figure)
 
 
-def plot_memory(results: dict[str, Any], path: pathlib.Path) -> None:
+def _plot_memory(results: dict[str, Any], path: pathlib.Path) -> None:
     """Temporary memory of value_and_grad over sequence length."""
     import matplotlib
 
@@ -127,8 +161,10 @@ def plot_memory(results: dict[str, Any], path: pathlib.Path) -> None:
 
     figure, axis = plt.subplots(figsize=(5, 4))
     for peer in dict.fromkeys(r["peer"] for r in results["rows"]):
-        line = [(r["length"], r["temp_bytes"] / 2**20) for r in results["rows"] if r["peer"] == peer]
-        axis.loglog(*zip(*sorted(line), strict=True), marker="o", label=peer)
+        line = [(r["length"], r["temp_bytes"] / 2**20) for r in results["rows"]
+                if r["peer"] == peer and "temp_bytes" in r]  # fmt: skip
+        if line:
+            axis.loglog(*zip(*sorted(line), strict=True), marker="o", label=peer)
     axis.set(xlabel="sequence length", ylabel="temporary memory of value_and_grad, MiB", title=results["device"])
     axis.legend()
     figure.tight_layout()

@@ -34,7 +34,7 @@ class Workload:
         if self.documents:
             pairs = sum(d * d for d in self.documents) * (0.5 if self.causal else 1)
         elif self.window is not None:
-            pairs = s * self.window
+            pairs = s * (self.window + 1)
         else:
             pairs = s * s * (0.5 if self.causal else 1)
         return 4.0 * self.batch * self.heads * pairs * self.dim

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from . import dispatch
+from . import dispatch, sharding
 from .dispatch import Implementation, Plan
 from .kernels import xla
 from .problem import Operands, Output, describe, offset_of
@@ -208,7 +208,16 @@ def _kernels(plan: Plan, x: Operands) -> Output:
 
 
 def _forward(plan: Plan, x: Operands) -> tuple[Output, tuple[Operands, Output]]:
-    out = _once_differentiable(functools.partial(dispatch.TIERS[plan.forward].forward, plan.problem, plan.device))(x)
+    tier = dispatch.TIERS[plan.forward]
+
+    def on_device(problem, x):
+        return tier.forward(problem, plan.device, x)
+
+    def everywhere(x):
+        labels = sharding.operand_labels(plan.problem, x)
+        return sharding.by_batch_and_heads(on_device, plan.problem, (x,), (labels,), sharding.OUTPUT)
+
+    out = _once_differentiable(everywhere)(x)
     # The names stand inside the rule: outside it, jax.checkpoint would run the forward kernel again to get them.
     out = Output(checkpoint_name(out.o, "attention_out"), checkpoint_name(out.lse, "attention_lse"))
     return out, (x, out)
@@ -217,7 +226,17 @@ def _forward(plan: Plan, x: Operands) -> tuple[Output, tuple[Operands, Output]]:
 def _backward(plan: Plan, saved: tuple[Operands, Output], cotangents: Output) -> tuple[Operands]:
     x, out = saved
     tier = dispatch.TIERS[plan.backward]
-    g = _once_differentiable(functools.partial(tier.backward, plan.problem, plan.device))(x, out, *cotangents)
+
+    def on_device(problem, x, out, do, dlse):
+        return tier.backward(problem, plan.device, x, out, do, dlse)
+
+    def everywhere(*args):
+        labels = sharding.operand_labels(plan.problem, x)
+        arg_labels = (labels, sharding.OUTPUT, *sharding.OUTPUT)
+        out_labels = sharding.gradient_labels(labels)
+        return sharding.by_batch_and_heads(on_device, plan.problem, args, arg_labels, out_labels)
+
+    g = _once_differentiable(everywhere)(x, out, *cotangents)
     dscale = None if x.scale is None or g.dscale is None else g.dscale.astype(x.scale.dtype)
     return (Operands(g.dq, g.dk, g.dv, g.dbias, mask=None, q_offset=None, scale=dscale),)  # type: ignore[arg-type]
 

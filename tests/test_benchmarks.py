@@ -1,50 +1,124 @@
 """The benchmark command, at sizes that a CPU runs in seconds."""
 
 import json
-import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import report, workloads
+from benchmarks import __main__ as command
+from benchmarks import peers, reference, report, timing, workloads
+from benchmarks.workloads import Workload
+
+# Every option that a workload can have, small.
+SMALL = [
+    *workloads.SMOKE,
+    Workload("documents", 1, 96, 2, 16, dtype="float32", causal=True, documents=(30, 50, 16)),
+    Workload("window", 2, 80, 2, 16, dtype="float32", causal=True, window=7),
+    Workload("bias", 2, 32, 4, 16, kv_heads=2, dtype="float32", bias=True),
+]
+
+
+def invoke(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *map(str, arguments)])
+    command.main()
 
 
 def test_flops_are_counted_as_the_papers_do():
     full, causal = workloads.cell(128, 16384, False), workloads.cell(128, 16384, True)
     assert full.flops == 4 * 1 * 16 * 16384**2 * 128 and causal.flops == full.flops / 2
+    assert workloads.cell(64, 4096, True).flops == 4 * 4 * 32 * 4096**2 * 64 / 2
     documents = workloads.find("documents")[0]
     assert sum(documents.documents) == documents.length
-    assert 0 < documents.flops < workloads.cell(128, 16384, True).flops
+    assert documents.flops == 4 * 16 * sum(d * d for d in documents.documents) * 128 / 2
+    assert workloads.find("window-1024")[0].flops == 4 * 16 * 16384 * 1024 * 128
 
 
-def test_smoke_run_writes_json_and_table(tmp_path):
+def test_the_cells_are_those_of_the_table_of_peers():
+    assert len(workloads.CELLS) == 12 and len(workloads.GRID) == 36
+    for w in workloads.CELLS + workloads.GRID:
+        assert w.batch * w.length == 16384 and w.heads * w.dim == 2048
+
+
+@pytest.mark.parametrize("w", SMALL, ids=lambda w: w.name)
+def test_adapters_agree_with_the_reference(w):
+    case = timing.Case.of(w)
+    q, k, v, do = case.arrays
+    for peer in ("xla", "jax.nn xla"):
+        attention = peers.PEERS[peer](w)
+        out, pullback = jax.vjp(lambda q, k, v, attention=attention: attention(q, k, v, case.extras), q, k, v)
+        dq, dk, dv = pullback(do)
+        assert reference.error(w, {"out": out, "dq": dq, "dk": dk, "dv": dv}, case.wanted) < 1e-5
+
+
+def test_wrong_numbers_are_seen():
+    w = workloads.SMOKE[0]
+    case = timing.Case.of(w)
+    out = timing.PEERS["xla"](w)(*case.arrays[:3], case.extras)
+    assert abs(reference.error(w, {"out": 1.5 * out}, case.wanted) - 0.5) < 1e-5
+    nan = reference.error(w, {"out": out.at[-1, 3, -1, 0].set(jnp.nan)}, case.wanted)
+    assert nan != nan
+    row = {"us": 1.0, "tflops": 1.0, "error": nan}
+    assert "error nan" in report._cell(row) and "error" not in report._cell({**row, "error": 0.01})
+
+
+def test_smoke_run_writes_json_and_table(tmp_path, monkeypatch, capsys):
     out = tmp_path / "smoke.json"
-    command = [sys.executable, "-m", "benchmarks", "run", "--workloads", "smoke", "--peers", "xla,jax.nn xla,tokamax"]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    invoke(monkeypatch, "run", "--workloads", "smoke", "--peers", "xla,jax.nn xla,tokamax triton", "--out", out)
     results = json.loads(out.read_text())
-    assert {"command", "date", "commit", "device", "versions"} <= results.keys()
+    assert {"command", "date", "commit", "device", "versions", "error_is"} <= results.keys()
     timed = [r for r in results["rows"] if "us" in r]
     assert len(timed) >= 8
+    flops = {w.name: w.flops for w in workloads.SMOKE}
     for r in timed:
-        assert r["us"] > 0 and r["error"] < 1e-5
+        assert r["us"] > 0 and r["error"] < 1e-5 and r["temp_bytes"] >= 0
+        counted = flops[r["workload"]] * (1 if r["direction"] == "forward" else 2.5)
+        assert r["tflops"] * r["us"] * 1e6 == pytest.approx(counted)
     table = report.table(results)
-    assert "| smoke-causal | forward |" in table and table in done.stdout
+    assert "| smoke-causal | forward |" in table and table in capsys.readouterr().out
 
 
-def test_tables_are_inserted(tmp_path, monkeypatch):
+def test_a_spent_budget_starts_nothing_and_says_so(tmp_path, monkeypatch):
+    out = tmp_path / "none.json"
+    with pytest.raises(SystemExit, match="nothing was run"):
+        invoke(monkeypatch, "run", "--workloads", "smoke", "--peers", "xla", "--budget", "-1", "--out", out)
+    results = json.loads(out.read_text())
+    assert results["rows"] == [] and len(results["not_run"]) == 2
+
+
+def test_memory_is_planned_not_run(tmp_path, monkeypatch):
+    out, picture = tmp_path / "memory.json", tmp_path / "memory.png"
+    monkeypatch.setenv("PALLAS_FLASH_COMMIT", "abc")
+    invoke(monkeypatch, "memory", "--peers", "xla,triton", "--lengths", "1024,2048", "--out", out, "--plot", picture)
+    results = json.loads(out.read_text())
+    short, long = (r["temp_bytes"] for r in results["rows"] if r["peer"] == "xla")
+    assert long > 3 * short > 0  # quadratic
+    assert all("refused" in r for r in results["rows"] if r["peer"] == "triton")
+    assert f"| 2048 | {long / 2**20:.1f} | - |" in report.table(results)
+    assert results["commit"] == "abc" and picture.stat().st_size > 1000
+
+
+def test_tables_are_inserted_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    row = {"workload": "w", "peer": "p", "direction": "forward", "us": 10.0, "tflops": 3.0, "spread": 0, "error": 0.5}
+    row = {"workload": "d64-full-1k", "peer": "p", "direction": "forward", "us": 10.0, "tflops": 3.0, "error": 0.5}
     results = {"rows": [row], "device": "H", "versions": {"jax": "1"}, "commit": "c" * 40, "date": "2026-01-01T00",
                "command": "x"}  # fmt: skip
     (tmp_path / "mine.json").write_text(json.dumps(results))
-    document = tmp_path / "README.md"
+    document, picture = tmp_path / "README.md", tmp_path / "mine.png"
     document.write_text("before\n<!-- table:mine -->old<!-- /table -->\nafter")
-    report.insert(document)
+    invoke(monkeypatch, "report", tmp_path / "mine.json", "--write", document, "--plot", picture)
     text = document.read_text()
-    assert "old" not in text and "| w | forward | 3 (10) **error 5e-01** |" in text and text.endswith("after")
+    assert "old" not in text and "| d64-full-1k | forward | 3 (10) **error 5e-01** |" in text and text.endswith("after")
+    assert picture.stat().st_size > 1000
+    document.write_text("no place")
+    with pytest.raises(SystemExit, match="no <!-- table:NAME -->"):
+        report.insert(document)
 
 
 def test_unknown_names_are_refused():
     with pytest.raises(SystemExit, match="unknown workload 'nope'"):
         workloads.find("nope")
+    with pytest.raises(SystemExit, match="unknown peer 'nope'"):
+        peers.find("nope")
+    assert peers.find("triton,cudnn,torch") == ["triton", "jax.nn cudnn", "torch flash"]

@@ -1,0 +1,76 @@
+"""What results are measured against: float32 attention and its gradients, written without any of the library's code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .workloads import Workload
+
+ROWS = 1024  # query rows at a time: 131072 tokens would not fit otherwise
+STATEMENT = (
+    "relative Frobenius difference to float32 attention (true float32 products) on the last batch entry and the last "
+    "key head with all its query heads; the largest of dq, dk, dv for a backward row"
+)
+
+
+def part(w: Workload, name: str, array: jax.Array) -> jax.Array:
+    """The part of an array of [B, S, N, D] that is checked; the last one, since overflows show there first."""
+    group = w.heads // (w.kv_heads or w.heads)
+    heads = group if name in ("out", "dq") else 1
+    return jnp.asarray(array[-1, :, -heads:], jnp.float32)
+
+
+def _dense(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, ids: jax.Array) -> jax.Array:
+    """q: [S, G, D], k and v: [S, D], bias: [G, S, S]; each block of rows is recomputed in the backward pass."""
+    size = ROWS if w.length % ROWS == 0 else w.length
+    keys = jnp.arange(w.length)
+
+    def rows(block):
+        q, index, bias = block
+        logits = jnp.einsum("qgd,kd->gqk", q, k, precision="highest") * w.dim**-0.5
+        if bias is not None:
+            logits += jnp.moveaxis(bias, 0, 1)
+        distance = index[:, None] - keys
+        allowed = ids[index][:, None] == ids
+        if w.causal:
+            allowed &= distance >= 0
+        if w.window is not None:
+            allowed &= (distance >= 0) & (distance <= w.window)
+        p = jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf))
+        return jnp.einsum("gqk,kd->qgd", p, v, precision="highest")
+
+    def blocks(x):
+        return x.reshape(-1, size, *x.shape[1:])
+
+    bias = None if bias is None else blocks(jnp.moveaxis(bias, 0, 1))
+    return jax.lax.map(jax.checkpoint(rows), (blocks(q), blocks(keys), bias)).reshape(q.shape)
+
+
+def results(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, extras: dict[str, Any]):
+    """The checked parts of out, dq, dk and dv."""
+    q, do = part(w, "out", q), part(w, "out", do)
+    k, v = part(w, "dk", k)[:, 0], part(w, "dv", v)[:, 0]
+    ids = extras["ids"][0] if w.documents else jnp.zeros(w.length, jnp.int32)
+    bias = extras["bias"][0, -q.shape[1] :].astype(jnp.float32) if w.bias else None
+
+    @jax.jit
+    def compute(q, k, v, do, bias, ids):
+        out, pullback = jax.vjp(lambda q, k, v: _dense(w, q, k, v, bias, ids), q, k, v)
+        dq, dk, dv = pullback(do)
+        return {"out": out, "dq": dq, "dk": dk[:, None], "dv": dv[:, None]}
+
+    return compute(q, k, v, do, bias, ids)
+
+
+def error(w: Workload, computed: dict[str, jax.Array], wanted: dict[str, jax.Array]) -> float:
+    """The largest relative Frobenius difference; NaN where a result holds one."""
+
+    def one(name: str) -> float:
+        got, want = part(w, name, computed[name]), wanted[name]
+        return float(jnp.linalg.norm((got - want).ravel()) / jnp.linalg.norm(want.ravel()))
+
+    errors = [one(name) for name in computed]
+    return max(errors) if all(e == e for e in errors) else float("nan")

@@ -1,0 +1,156 @@
+"""Kernels under ``jit`` with sharded inputs: each device runs its own batch rows and heads, without a collective.
+
+XLA cannot see into a kernel, and would gather all its operands on every device.  ``custom_partitioning`` tells it that
+batch rows, and key heads with their groups of query heads, are independent; every other axis is gathered if it comes
+sharded.  What an output sums over (the gradient of a bias that all rows share, say) is summed across devices.
+
+Each array's axes are labelled by a string: ``b`` batch rows, ``n`` query heads, ``k`` key heads, ``.`` kept whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from . import masks
+from .problem import Gradients, Operands, Output, Problem
+
+OUTPUT = Output("b.n.", "bn.")
+
+
+def operand_labels(p: Problem, x: Operands) -> Operands:
+    """Labels of the operands; a mask's arrays are [B or 1], [B or 1, length] or [B or 1, N or 1, T or 1, S or 1]."""
+
+    def label(leaf: Any) -> str:
+        heads = "n" if len(leaf.shape) == 4 and leaf.shape[1] > 1 else "."
+        return (("b" if leaf.shape[0] > 1 else ".") + heads + "..")[: len(leaf.shape)]
+
+    bias, offset = (None if a is None else label(a) for a in (x.bias, x.q_offset))
+    scale = None if x.scale is None else "."
+    return Operands("b.n.", "b.k.", "b.k.", bias, jax.tree.map(label, x.mask), offset, scale)
+
+
+def gradient_labels(x: Operands) -> Gradients:
+    """Labels of the gradients, from the labels of the operands."""
+    return Gradients(x.q, x.k, x.v, x.bias, x.scale)
+
+
+def by_batch_and_heads(run: Callable[..., Any], p: Problem, args: tuple, arg_labels: tuple, out_labels: Any) -> Any:
+    """``run(p, *args)``, divided along batch rows and key heads where the first array comes sharded so.
+
+    Args:
+      run: from a problem and arrays to arrays; called once more with each device's own problem.
+      p: the whole problem.
+      args: operands first, then any other arrays.
+      arg_labels, out_labels: pytrees of label strings like ``args`` and the result.
+    """
+    if jax.device_count() == 1 or not _is_known(args[0].mask):
+        return run(p, *args)
+    leaves, tree = jax.tree.flatten(args)
+    in_strings, out_strings = jax.tree.leaves(arg_labels), jax.tree.leaves(out_labels)
+    out_tree = jax.tree.structure(out_labels)
+
+    # custom_partitioning takes no constants (static tile ranges are one): they go in as arguments in front.
+    program = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(run(p, *jax.tree.unflatten(tree, arrays))))(*leaves)
+    constants = len(program.consts)
+    in_strings = ["." * jnp.ndim(c) for c in program.consts] + in_strings
+
+    def plain(*arrays):
+        return tuple(jax.core.eval_jaxpr(program.jaxpr, arrays[:constants], *arrays[constants:]))
+
+    def partition(mesh, arg_shapes, result_shapes):
+        axes = _axes(p, mesh, arg_shapes[constants].sharding.spec)
+        sizes = {label: math.prod(mesh.shape[name] for name in names) for label, names in axes.items()}
+        local = _local(p, sizes["b"], sizes["n"])
+
+        def sharding(labels):
+            return NamedSharding(mesh, PartitionSpec(*(axes.get(label) or None for label in labels)))
+
+        def on_each_device(*arrays):
+            parts = jax.tree.leaves(run(local, *jax.tree.unflatten(tree, arrays[constants:])))
+            summed = (_sum(part, labels, axes) for part, labels in zip(parts, out_strings, strict=True))
+            return tuple(summed)
+
+        return mesh, on_each_device, tuple(map(sharding, out_strings)), tuple(map(sharding, in_strings))
+
+    divided = custom_partitioning(plain)
+    divided.def_partition(partition, sharding_rule=_rule(p, in_strings, out_strings), **_factor_sizes(p))
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays):
+        return divided(*arrays)
+
+    @call.def_vmap
+    def batched(axis_size, is_batched, *arrays):
+        # custom_partitioning cannot be batched: under vmap XLA is left to gather, which is right, if slow.
+        out = jax.vmap(plain, [0 if b else None for b in is_batched], axis_size=axis_size)(*arrays)
+        return out, tuple(True for _ in out)
+
+    return jax.tree.unflatten(out_tree, call(*program.consts, *leaves))
+
+
+def _is_known(mask: masks.Mask) -> bool:
+    """Only our own masks: a user's may ask for ``head`` or ``batch``, which each device counts from its own first."""
+    if isinstance(mask, masks.And | masks.Or):
+        return _is_known(mask.a) and _is_known(mask.b)
+    return type(mask).__module__ == masks.__name__
+
+
+def _axes(p: Problem, mesh: Any, q_spec: PartitionSpec) -> dict[str, tuple[str, ...]]:
+    """Mesh axes of each label, as q [B, T, N, D] has them; none where they do not divide what they would split."""
+
+    def names(axis: int, count: int) -> tuple[str, ...]:
+        spec = q_spec[axis] if axis < len(q_spec) else None
+        found = () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)
+        return found if count % math.prod(mesh.shape[name] for name in found) == 0 else ()
+
+    batch, heads = names(0, p.batch), names(2, p.num_kv_heads)
+    return {"b": batch, "n": heads, "k": heads}
+
+
+def _local(p: Problem, batches: int, heads: int) -> Problem:
+    """The problem of one device."""
+    bias = p.bias_shape
+    if bias is not None:
+        bias = (
+            bias[0] if bias[0] == 1 else bias[0] // batches,
+            bias[1] if bias[1] == 1 else bias[1] // heads,
+            *bias[2:],
+        )
+    return dataclasses.replace(
+        p,
+        batch=p.batch // batches,
+        num_q_heads=p.num_q_heads // heads,
+        num_kv_heads=p.num_kv_heads // heads,
+        bias_shape=bias,
+    )
+
+
+def _sum(part: jax.Array, labels: str, axes: dict[str, tuple[str, ...]]) -> jax.Array:
+    """Adds up what an output without batch rows or heads of its own collects on each device."""
+    over = () if "b" in labels else axes["b"]
+    over += () if "n" in labels or "k" in labels else axes["n"]
+    return jax.lax.psum(part, over) if over else part
+
+
+def _rule(p: Problem, inputs: list[str], outputs: list[str]) -> str:
+    """Shardy's einsum-like rule; axes kept whole get a name of their own, so that no sharding spreads along them."""
+    heads = {"b": "b", "k": "k", "n": "k" if p.group == 1 else "(k g)"}
+    count = iter(range(10_000))
+
+    def side(arrays):
+        return ", ".join(" ".join(heads.get(label) or f"w{next(count)}" for label in labels) for labels in arrays)
+
+    return f"{side(inputs)} -> {side(outputs)}"
+
+
+def _factor_sizes(p: Problem) -> dict[str, int]:
+    """Sizes that no axis of its own shows."""
+    return {} if p.group == 1 else {"g": p.group}

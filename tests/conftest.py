@@ -1,6 +1,7 @@
 """One process setup for all tests: the CPU unless GPU tests are asked for, eight virtual devices, strict ranks."""
 
 import os
+import pathlib
 import sys
 
 # tests/gpu_record.py sets the variable; the words are for whoever types `pytest -m gpu`.
@@ -16,6 +17,10 @@ import jax
 import pytest
 
 import pallas_flash
+
+# Most of the time goes into compiling interpreted kernels; what took long once is read from disk the next time.
+jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent.parent / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 @pytest.fixture

@@ -34,7 +34,9 @@ def extras(w: Workload) -> dict[str, Any]:
         # The dense mask of those who know no segment ids.
         made |= {"ids": ids, "mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
     if w.bias:
-        made["bias"] = jax.random.normal(jax.random.key(7), (1, w.heads, w.length, w.length)).astype(w.dtype)
+        made["bias"] = jax.random.normal(jax.random.key(7, impl="rbg"), (1, w.heads, w.length, w.length)).astype(
+            w.dtype
+        )
     return made
 
 
@@ -72,7 +74,7 @@ def tokamax(implementation: str) -> Maker:
     return make
 
 
-def _flash_mha(module: Any, w: Workload) -> Attention:
+def _flash_mha(module: Any, w: Workload) -> Callable[..., jax.Array]:
     if w.bias:
         raise Refusal("no bias")
     # FlashAttention counts the keys beside the query, as jax.nn does; -1 leaves a side open.

@@ -11,9 +11,10 @@ subtracting would add their noise and would count work that XLA shares between t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,13 +44,14 @@ class Case:
 
     @classmethod
     def of(cls, w: Workload) -> Case:
-        arrays, extras = inputs(w), peers.extras(w)
-        return cls(w, arrays, extras, reference.results(w, *arrays, extras))
+        (q, k, v, do), extras = inputs(w), peers.extras(w)
+        return cls(w, (q, k, v, do), extras, reference.results(w, q, k, v, do, extras))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def inputs(w: Workload) -> tuple[jax.Array, ...]:
     """q, k, v and the cotangent of the output; random, because zeros run faster than data."""
-    keys = jax.random.split(jax.random.key(0), 4)
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 4)  # the default generator takes seconds to compile
     kv_heads = w.kv_heads or w.heads
     heads = (w.heads, kv_heads, kv_heads, w.heads)
     return tuple(
@@ -105,19 +107,20 @@ def _jax(case: Case, peer: str, direction: str) -> dict[str, Any]:
         arguments = (pullback, do)
         compiled = jax.jit(lambda pullback, do: pullback(do)).lower(*arguments).compile()
     sample = measure(lambda: compiled(*arguments), jax.block_until_ready)
-    return {**_numbers(case, direction, sample, compiled(*arguments)), "temp_bytes": _temp_bytes(compiled)}
+    computed = compiled(*arguments)
+    computed = (computed,) if direction == "forward" else computed
+    return {**_numbers(case, direction, sample, computed), "temp_bytes": _temp_bytes(compiled)}
 
 
 def _torch(case: Case, peer: str, direction: str) -> dict[str, Any]:
     calls, wait = torch_sdpa.calls(case.workload, *case.arrays)
     sample = measure(calls[direction], wait)
-    computed = calls[direction]()
-    computed = [torch_sdpa.to_numpy(x) for x in (computed if direction == "backward" else (computed,))]
-    return _numbers(case, direction, sample, computed if direction == "backward" else computed[0])
+    return _numbers(case, direction, sample, [torch_sdpa.to_numpy(x) for x in calls[direction]()])
 
 
-def _numbers(case: Case, direction: str, sample: Sample, computed: Any) -> dict[str, Any]:
-    named = {"out": computed} if direction == "forward" else dict(zip(("dq", "dk", "dv"), computed, strict=True))
+def _numbers(case: Case, direction: str, sample: Sample, computed: Sequence[Any]) -> dict[str, Any]:
+    names = ("out",) if direction == "forward" else ("dq", "dk", "dv")
+    named: dict[str, Any] = dict(zip(names, computed, strict=True))
     flops = case.workload.flops * (1.0 if direction == "forward" else 2.5)
     return {
         "us": sample.seconds * 1e6,

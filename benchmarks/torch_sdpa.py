@@ -40,7 +40,7 @@ def calls(w: Workload, q: Any, k: Any, v: Any, do: Any) -> tuple[dict[str, Calla
 
     def forward() -> Any:
         with torch.no_grad():
-            return attention()
+            return (attention(),)
 
     def backward() -> Any:
         return torch.autograd.grad(out, (q, k, v), do, retain_graph=True)

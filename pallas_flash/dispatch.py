@@ -14,7 +14,7 @@ from .kernels import triton
 from .problem import Problem
 
 TIERS = {tier.NAME: tier for tier in (triton,)}
-PLAIN = ("xla", "xla_chunked", "cudnn")
+PLAIN = ("xla", "xla_chunked")
 NAMES = (*TIERS, *PLAIN)
 
 Implementation = str | Sequence[str] | None
@@ -56,7 +56,7 @@ def select(problem: Problem, implementation: Implementation) -> Plan:
     for name in order:
         reasons = refuse(name, problem, device, chosen_freely=named is None)
         if not reasons:
-            tile_rows = tuple(TIERS[name].describe(problem, device).items()) if name in TIERS else ()
+            tile_rows = tuple(TIERS[name].describe(problem, device).items()) if name in TIERS and not problem.is_empty else ()
             plan = Plan(problem, device, name, name, tuple(refusals), tile_rows)
             if named is None:
                 _warn_if_quadratic(plan)
@@ -71,21 +71,11 @@ def select(problem: Problem, implementation: Implementation) -> Plan:
 
 def refuse(name: str, problem: Problem, device: Device, *, chosen_freely: bool = False) -> list[str]:
     """Why an implementation would not run a problem; empty if it would."""
-    if problem.is_empty and name in TIERS:
-        return ["an axis of size 0 leaves nothing for a kernel to do"]
-    if name in TIERS:
+    if name in TIERS and not problem.is_empty:
         reasons = TIERS[name].unsupported(problem, device)
         if not reasons and chosen_freely and device.interpret:
             return ["interpreted kernels run only when named"]
-        if not reasons and chosen_freely:
-            reasons = _too_small(problem)
         return reasons
-    if name == "cudnn":
-        return ["the cudnn implementation is not wired in yet; call jax.nn.dot_product_attention for it"]
-    return []
-
-
-def _too_small(problem: Problem) -> list[str]:
     return []
 
 
@@ -124,7 +114,7 @@ def _warn_if_quadratic(plan: Plan) -> None:
     if plan.forward != "xla" or plan.device.platform not in ("cuda", "rocm") or plan.problem.is_empty:
         return
     reasons = "; ".join(reason for _, reasons in plan.refusals for reason in reasons)
-    if reasons in _warned or _too_small(plan.problem):
+    if reasons in _warned:
         return
     _warned.add(reasons)
     warnings.warn(

@@ -271,8 +271,9 @@ def _occurrences(own: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array
     """For each id of ``own`` [t]: first and last place in ``other`` [s] and how often it stands there."""
     order = jnp.argsort(other, stable=True).astype(jnp.int32)
     ordered = other[order]
-    left = jnp.searchsorted(ordered, own, side="left").astype(jnp.int32)
-    right = jnp.searchsorted(ordered, own, side="right").astype(jnp.int32)
+    # By sorting: the default, a binary search, is a loop of small kernels on a GPU.
+    left = jnp.searchsorted(ordered, own, side="left", method="sort").astype(jnp.int32)
+    right = jnp.searchsorted(ordered, own, side="right", method="sort").astype(jnp.int32)
     found = right > left
     size = other.shape[0]
     first = jnp.where(found, order[jnp.minimum(left, size - 1)], HIGH)

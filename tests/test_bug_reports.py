@@ -330,7 +330,7 @@ def test_br_86_soft_cap_with_large_logits(cap, kernels):
 
 @everywhere
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_br_10_br_129_dtypes_of_results(dtype, kernels):
+def test_br_129_dtypes_of_results(dtype, kernels):
     x = normal(0, 1, 8, 2, 16, dtype=dtype)
 
     def both(q, k, v):

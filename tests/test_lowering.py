@@ -57,3 +57,30 @@ def test_long_sequence_has_no_quadratic_value():
 
     text = lower(jax.grad(loss, (0, 1, 2)), spec, spec, spec, ids)
     assert "flash_dq" in text and "131072x131072" not in text
+
+
+def gradient_text(length, dim, dtype, kind="NVIDIA H200", **options):
+    spec = jax.ShapeDtypeStruct((1, length, 2, dim), dtype)
+
+    def loss(q, k, v):
+        return pf.flash_attention(q, k, v, implementation="triton", **options).astype(jnp.float32).sum()
+
+    return lower(jax.grad(loss, (0, 1, 2)), spec, spec, spec, kind=kind)
+
+
+def test_no_product_outside_the_kernels():
+    """BR-10: no scores, so no quadratic float32 product, between the kernels of a bfloat16 gradient."""
+    text = gradient_text(1003, 64, jnp.bfloat16, is_causal=True)
+    assert "flash_dq" in text and "1003x1003" not in text
+    with pf.use_implementation("xla"):  # and the pattern finds them where they are
+        spec = jax.ShapeDtypeStruct((1, 1003, 2, 64), jnp.bfloat16)
+        assert "1003x1003" in lower(lambda q: pf.flash_attention(q, q, q, is_causal=True), spec)
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"])
+@pytest.mark.parametrize("dim, dtype", [(256, "float32"), (320, "bfloat16"), (512, "bfloat16"), (128, "float32")])
+def test_large_heads_lower_on_smaller_gpus(dim, dtype, kind):
+    """BR-48: without tuning flags, also with a bias and segments."""
+    extra = {} if dim != 128 else {
+        "bias": jnp.zeros((1, 2, 300, 300)), "q_segment_ids": jnp.zeros((1, 300), jnp.int32)}  # fmt: skip
+    assert "flash_dkv" in gradient_text(300, dim, dtype, kind, **extra)

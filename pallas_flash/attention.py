@@ -113,9 +113,8 @@ def flash_attention(
         precision=precision,
         backward=backward,
     )
-    o, lse = run(dispatch.select(problem, implementation), x)
-    o = o.reshape(*batch_dims, *o.shape[1:])
-    lse = lse.reshape(*batch_dims, *lse.shape[1:])
+    out = run(dispatch.select(problem, implementation), x)
+    o, lse = (a.reshape(*batch_dims, *a.shape[1:]) for a in (out.o, out.lse))
     results = [o]
     if return_residual:
         results.append(jax.lax.stop_gradient(lse).swapaxes(-1, -2).astype(x.k.dtype))
@@ -204,39 +203,41 @@ _NO_FORWARD_MODE = (
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kernels(plan: Plan, x: Operands) -> Output:
-    return _forward(plan, x)[0]
+    return _run_forward(plan, x, keep_rest=False)
 
 
-def _forward(plan: Plan, x: Operands) -> tuple[Output, tuple[Operands, Output]]:
+def _run_forward(plan: Plan, x: Operands, *, keep_rest: bool) -> Output:
     tier = dispatch.TIERS[plan.forward]
 
     def on_device(problem, x):
-        return tier.forward(problem, plan.device, x)
+        return tier.forward(problem, plan.device, x, keep_rest=keep_rest)
 
     def everywhere(x):
-        labels = sharding.operand_labels(plan.problem, x)
-        return sharding.by_batch_and_heads(on_device, plan.problem, (x,), (labels,), sharding.OUTPUT)
+        return sharding.by_batch_and_heads(on_device, plan.problem, (x,), (sharding.operand_labels(x),))
 
     out = _once_differentiable(everywhere)(x)
     # The names stand inside the rule: outside it, jax.checkpoint would run the forward kernel again to get them.
-    out = Output(checkpoint_name(out.o, "attention_out"), checkpoint_name(out.lse, "attention_lse"))
-    return out, (x, out)
+    rest = None if out.rest is None else checkpoint_name(out.rest, "attention_out")
+    return Output(checkpoint_name(out.o, "attention_out"), checkpoint_name(out.lse, "attention_lse"), rest)
+
+
+def _forward(plan: Plan, x: Operands) -> tuple[Output, tuple[Operands, Output]]:
+    out = _run_forward(plan, x, keep_rest=True)
+    return out._replace(rest=None), (x, out)
 
 
 def _backward(plan: Plan, saved: tuple[Operands, Output], cotangents: Output) -> tuple[Operands]:
     x, out = saved
     tier = dispatch.TIERS[plan.backward]
 
-    def on_device(problem, x, out, do, dlse):
-        return tier.backward(problem, plan.device, x, out, do, dlse)
+    def on_device(problem, x, out, cotangents):
+        return tier.backward(problem, plan.device, x, out, cotangents.o, cotangents.lse)
 
     def everywhere(*args):
-        labels = sharding.operand_labels(plan.problem, x)
-        arg_labels = (labels, sharding.OUTPUT, *sharding.OUTPUT)
-        out_labels = sharding.gradient_labels(labels)
-        return sharding.by_batch_and_heads(on_device, plan.problem, args, arg_labels, out_labels)
+        labels = (sharding.operand_labels(x), sharding.output_labels(out), sharding.output_labels(cotangents))
+        return sharding.by_batch_and_heads(on_device, plan.problem, args, labels)
 
-    g = _once_differentiable(everywhere)(x, out, *cotangents)
+    g = _once_differentiable(everywhere)(x, out, cotangents)
     dscale = None if x.scale is None or g.dscale is None else g.dscale.astype(x.scale.dtype)
     return (Operands(g.dq, g.dk, g.dv, g.dbias, mask=None, q_offset=None, scale=dscale),)  # type: ignore[arg-type]
 

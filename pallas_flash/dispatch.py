@@ -56,7 +56,9 @@ def select(problem: Problem, implementation: Implementation) -> Plan:
     for name in order:
         reasons = refuse(name, problem, device, chosen_freely=named is None)
         if not reasons:
-            tile_rows = tuple(TIERS[name].describe(problem, device).items()) if name in TIERS and not problem.is_empty else ()
+            tile_rows = (
+                tuple(TIERS[name].describe(problem, device).items()) if name in TIERS and not problem.is_empty else ()
+            )
             plan = Plan(problem, device, name, name, tuple(refusals), tile_rows)
             if named is None:
                 _warn_if_quadratic(plan)

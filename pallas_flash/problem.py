@@ -76,8 +76,15 @@ class Operands(NamedTuple):
 
 
 class Output(NamedTuple):
+    """What attention gives, and what a backward pass needs of it.
+
+    ``rest`` is what rounding took from a 16-bit o, in o's dtype: delta = sum(do * o) from the rounded o alone makes
+    the gradient of q wrong by that error times whatever the keys have in common, which in real activations is a lot.
+    """
+
     o: jax.Array  # [B, T, N, Dv]
     lse: jax.Array  # float32 natural log [B, N, T]
+    rest: jax.Array | None = None  # [B, T, N, Dv]
 
 
 class Gradients(NamedTuple):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
@@ -22,39 +23,47 @@ from jax.sharding import NamedSharding, PartitionSpec
 from . import masks
 from .problem import Gradients, Operands, Output, Problem
 
-OUTPUT = Output("b.n.", "bn.")
+_ROWS: Any = "b.n."  # labels stand where arrays do
+_STATS: Any = "bn."
 
 
-def operand_labels(p: Problem, x: Operands) -> Operands:
+def operand_labels(x: Operands) -> Operands:
     """Labels of the operands; a mask's arrays are [B or 1], [B or 1, length] or [B or 1, N or 1, T or 1, S or 1]."""
 
-    def label(leaf: Any) -> str:
+    def label(leaf: Any) -> Any:
         heads = "n" if len(leaf.shape) == 4 and leaf.shape[1] > 1 else "."
         return (("b" if leaf.shape[0] > 1 else ".") + heads + "..")[: len(leaf.shape)]
 
     bias, offset = (None if a is None else label(a) for a in (x.bias, x.q_offset))
-    scale = None if x.scale is None else "."
-    return Operands("b.n.", "b.k.", "b.k.", bias, jax.tree.map(label, x.mask), offset, scale)
+    scale: Any = None if x.scale is None else "."
+    kv: Any = "b.k."
+    return Operands(_ROWS, kv, kv, bias, jax.tree.map(label, x.mask), offset, scale)
 
 
-def gradient_labels(x: Operands) -> Gradients:
-    """Labels of the gradients, from the labels of the operands."""
-    return Gradients(x.q, x.k, x.v, x.bias, x.scale)
+def output_labels(out: Output) -> Output:
+    """Labels of an output, or of its cotangents."""
+    return Output(_ROWS, _STATS, None if out.rest is None else _ROWS)
 
 
-def by_batch_and_heads(run: Callable[..., Any], p: Problem, args: tuple, arg_labels: tuple, out_labels: Any) -> Any:
+def _result_labels(result: Any, x: Operands) -> Any:
+    """Labels of what a tier returns, an output or gradients, from the labels of the operands."""
+    return output_labels(result) if isinstance(result, Output) else Gradients(x.q, x.k, x.v, x.bias, x.scale)
+
+
+def by_batch_and_heads(run: Callable[..., Any], p: Problem, args: tuple, labels: tuple) -> Any:
     """``run(p, *args)``, divided along batch rows and key heads where the first array comes sharded so.
 
     Args:
-      run: from a problem and arrays to arrays; called once more with each device's own problem.
+      run: from a problem and arrays to an output or gradients; called once more with each device's own problem.
       p: the whole problem.
       args: operands first, then any other arrays.
-      arg_labels, out_labels: pytrees of label strings like ``args`` and the result.
+      labels: pytrees of label strings like ``args``.
     """
     if jax.device_count() == 1 or not _is_known(args[0].mask):
         return run(p, *args)
     leaves, tree = jax.tree.flatten(args)
-    in_strings, out_strings = jax.tree.leaves(arg_labels), jax.tree.leaves(out_labels)
+    out_labels = _result_labels(jax.eval_shape(lambda args: run(p, *args), args), labels[0])
+    in_strings, out_strings = jax.tree.leaves(labels), jax.tree.leaves(out_labels)
     out_tree = jax.tree.structure(out_labels)
 
     # custom_partitioning takes no constants (static tile ranges are one): they go in as arguments in front.
@@ -81,7 +90,8 @@ def by_batch_and_heads(run: Callable[..., Any], p: Problem, args: tuple, arg_lab
         return mesh, on_each_device, tuple(map(sharding, out_strings)), tuple(map(sharding, in_strings))
 
     divided = custom_partitioning(plain)
-    divided.def_partition(partition, sharding_rule=_rule(p, in_strings, out_strings), **_factor_sizes(p))
+    factors: dict[str, Any] = {} if p.group == 1 else {"g": p.group}  # the size that no axis of its own shows
+    divided.def_partition(partition, sharding_rule=_rule(p, in_strings, out_strings), **factors)
 
     @jax.custom_batching.custom_vmap
     def call(*arrays):
@@ -149,8 +159,3 @@ def _rule(p: Problem, inputs: list[str], outputs: list[str]) -> str:
         return ", ".join(" ".join(heads.get(label) or f"w{next(count)}" for label in labels) for labels in arrays)
 
     return f"{side(inputs)} -> {side(outputs)}"
-
-
-def _factor_sizes(p: Problem) -> dict[str, int]:
-    """Sizes that no axis of its own shows."""
-    return {} if p.group == 1 else {"g": p.group}

@@ -14,7 +14,7 @@ import pytest
 
 import pallas_flash as pf
 
-from .accuracy import oracle
+from .accuracy import error, oracle
 from .cases import BIG_CASES, CASES, Case
 from .test_forward_backward import compare, compare_arrays, run, split
 
@@ -101,10 +101,27 @@ def test_br_15_activations_that_are_not_gaussian(size, kernels):
         return (x * jnp.abs(x) + outlier).astype(jnp.bfloat16)
 
     q, k, v = (heavy(x) for x in arrays[:3])
+
+    def naive(q, k, v):
+        """16-bit attention with a float32 softmax: what tensor cores can do, they take p and ds in 16 bits."""
+        k, v = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+        s = jnp.einsum("btnd,bsnd->bnts", q, k).astype(jnp.float32) * 0.01
+        s = jnp.where(jnp.tril(jnp.ones((length, length), bool)), s, -jnp.inf)
+        return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(s, -1).astype(jnp.bfloat16), v)
+
+    options = {"is_causal": True, "scale": 0.01}
     for b in range(batch):  # each row against its own oracle: a large row must not hide a wrong one
         row = tuple(x[b : b + 1] for x in (q, k, v, *arrays[3:]))
-        compare_arrays(row, {"is_causal": True, "scale": 0.01}, TIER, kernels)
-    compare_arrays((q, k, v, *arrays[3:]), {"is_causal": True, "scale": 0.01}, TIER, kernels)
+        want = oracle(*row, options)
+        with kernels():
+            got = run(row, {}, TIER, tuple(options.items()))
+        # Plain XLA keeps ds in float32, which no kernel can: dq = ds k carries ds's rounding times the offset of k.
+        # 0.6 of naive attention's error takes delta from an unrounded output (Output.rest): without it, this fails.
+        out, vjp = jax.vjp(naive, *row[:3])
+        without_lse = oracle(*row[:4], row[4] * 0, options)
+        for name, theirs in zip(("out", "dq", "dk", "dv"), (out, *vjp(row[3]))):
+            limit = (0.6 if name == "dq" else 1.0) * error(theirs.astype(jnp.float32), without_lse[name]) + 1e-3
+            assert error(got[name].astype(jnp.float32), want[name]) <= limit, name
 
 
 @pytest.mark.parametrize("size", small_and_real([(48, 64)], [(96, 256)]), ids=str)

@@ -118,7 +118,7 @@ def attend_chunked(problem: Problem, x: Operands, chunk: int = 256) -> Output:
         q_chunk, row_chunk = args
         return attend(p, x._replace(q=q_chunk), row_chunk)
 
-    o, lse = jax.lax.map(one, (q, rows))
+    o, lse, _ = jax.lax.map(one, (q, rows))
     o = o.swapaxes(0, 1).reshape(p.batch, count * chunk, p.num_q_heads, p.v_head_dim)
     lse = jnp.moveaxis(lse, 0, 2).reshape(p.batch, p.num_q_heads, count * chunk)
     return Output(o[:, : p.q_len], lse[..., : p.q_len])

@@ -55,12 +55,12 @@ def describe(problem: Problem, device: Device) -> dict[str, str]:
     return {kernel: str(tiles.choose(problem, kernel, device)) for kernel in kernels}
 
 
-def forward(problem: Problem, device: Device, x: Operands) -> Output:
-    """Output and natural-log lse."""
+def forward(problem: Problem, device: Device, x: Operands, *, keep_rest: bool) -> Output:
+    """Output and natural-log lse; with ``keep_rest`` also what a 16-bit output lost to rounding."""
+    tile = tiles.choose(problem, "forward", device)
+    keep_rest = keep_rest and problem.dtype != "float32"
     with quiet_deprecation():
-        return _forward_kernel.forward(
-            problem, addressable(x), tiles.choose(problem, "forward", device), device.interpret
-        )
+        return _forward_kernel.forward(problem, addressable(x), tile, device.interpret, keep_rest=keep_rest)
 
 
 def backward(problem: Problem, device: Device, x: Operands, out: Output, do: jax.Array, dlse: jax.Array) -> Gradients:

@@ -43,7 +43,8 @@ def backward(
     p = problem
     do = do.astype(x.q.dtype)
     # The cotangent of lse enters each score's gradient as p * dlse, so it joins delta (FlashAttention-4 does the same).
-    delta = jnp.einsum("btnd,btnd->bnt", out.o.astype(jnp.float32), do.astype(jnp.float32)) - dlse
+    o = out.o.astype(jnp.float32) if out.rest is None else out.o.astype(jnp.float32) + out.rest.astype(jnp.float32)
+    delta = jnp.einsum("btnd,btnd->bnt", o, do.astype(jnp.float32)) - dlse
     # +inf makes every probability of an empty row exactly 0. Where float32 no longer resolves a logit, lse is moved up
     # by more than its rounding, so that no probability overflows.
     lse2 = out.lse * LOG2E

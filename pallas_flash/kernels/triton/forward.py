@@ -29,27 +29,34 @@ from .tile_math import (
 from .tiles import Tile
 
 
-def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool) -> Output:
-    """Output [B, T, N, Dv] in the inputs' dtype and natural-log lse [B, N, T] in float32."""
+def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool, *, keep_rest: bool) -> Output:
+    """Output [B, T, N, Dv] in the inputs' dtype, natural-log lse [B, N, T] in float32, and the rest if it is kept."""
     p = problem
     ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     num_tiles = pl.cdiv(p.q_len, tile.block_q)
-    o, lse = pl.pallas_call(
+    o = jax.ShapeDtypeStruct((p.batch, p.q_len, p.num_q_heads, p.v_head_dim), x.q.dtype)
+    lse = jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.q_len), jnp.float32)
+    results = pl.pallas_call(
         functools.partial(_kernel, p, tile, Loops.of(ranges), interpret),
-        out_shape=(
-            jax.ShapeDtypeStruct((p.batch, p.q_len, p.num_q_heads, p.v_head_dim), x.q.dtype),
-            jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.q_len), jnp.float32),
-        ),
+        out_shape=(o, lse, o) if keep_rest else (o, lse),
         grid=(num_tiles * p.num_q_heads * p.batch,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
         interpret=interpret,
         name="flash_forward",
     )(x, jnp.asarray(ranges))
-    return Output(o, lse)
+    return Output(*results)
 
 
 def _kernel(
-    p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, ranges_ref: Any, o_ref: Any, lse_ref: Any
+    p: Problem,
+    tile: Tile,
+    loops: Loops,
+    interpret: bool,
+    x: Operands,
+    ranges_ref: Any,
+    o_ref: Any,
+    lse_ref: Any,
+    rest_ref: Any = None,
 ) -> None:
     batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
     kv_head, _ = split(head, p.group)
@@ -80,7 +87,11 @@ def _kernel(
 
     empty = l == 0.0
     norm = 1.0 / jnp.where(empty, 1.0, l)
-    store_rows(o_ref, batch, head, q_start, tuple(a * norm[:, None] for a in acc), p.q_len)
+    o = tuple(a * norm[:, None] for a in acc)
+    store_rows(o_ref, batch, head, q_start, o, p.q_len)
+    if rest_ref is not None:
+        rest = tuple(c - c.astype(o_ref.dtype).astype(jnp.float32) for c in o)
+        store_rows(rest_ref, batch, head, q_start, rest, p.q_len)
     lse = jnp.where(empty, -jnp.inf, m * (score.unit * LN2) + jnp.log(jnp.where(empty, 1.0, l)))
     rows = q_start + jax.lax.iota(jnp.int32, tile.block_q)
     plt.store(lse_ref.at[batch, head, pl.ds(q_start, tile.block_q)], lse, mask=rows < p.q_len)

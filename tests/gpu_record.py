@@ -37,11 +37,12 @@ def main() -> int:
     arguments = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "tests", *sys.argv[1:]]
     if importlib.util.find_spec("xdist"):  # most of the time is compilation on the host
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        arguments += ["-n", str(min(8, os.cpu_count() or 1))]
+        arguments += ["-n", str(min(14, os.cpu_count() or 1))]
     code = pytest.main(arguments, plugins=[recorder])
     record = {
         **report.provenance(),
         "command": "python3 -m tests.gpu_record " + " ".join(sys.argv[1:]),
+        "complete": code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),  # or interrupted before the end
         "passed": recorder.passed,
         "failed": recorder.failed,
         "skipped": recorder.skipped,

@@ -210,7 +210,8 @@ def test_br_38_masks_and_biases_broadcast(pattern, kernels):
     mask_shape = tuple(n if full else 1 for n, full in zip(sizes, pattern))
     bias_shape = tuple(1 if full else n for n, full in zip(sizes, pattern))
     mask = jax.random.bernoulli(jax.random.key(3), 0.7, mask_shape)
-    options = {"mask": mask, "bias": normal(4, *bias_shape)}
+    # Sums of a bias gradient cancel to almost nothing; TF32 would drown them.
+    options = {"mask": mask, "bias": normal(4, *bias_shape), "precision": "highest"}
     compare(Case("38", 2, 33, 57, 6, 3, options=lambda: options), TIER, kernels)
 
 
@@ -314,7 +315,8 @@ def test_br_54_groups_that_are_no_power_of_two(size, kernels):
 def test_br_55_which_key_head_serves_a_query_head(kernels):
     v = jnp.broadcast_to(jnp.array([1.0, 2.0])[:, None], (1, 20, 2, 16))
     with kernels():
-        out = pf.flash_attention(normal(0, 1, 20, 6, 16), normal(1, 1, 20, 2, 16), v, implementation=TIER)
+        q, k = normal(0, 1, 20, 6, 16), normal(1, 1, 20, 2, 16)
+        out = pf.flash_attention(q, k, v, implementation=TIER, precision="highest")
     np.testing.assert_allclose(np.asarray(out)[0, :, :, 0], np.broadcast_to([1, 1, 1, 2, 2, 2], (20, 6)), rtol=1e-5)
 
 

@@ -63,7 +63,7 @@ def test_random_problem(case):
 
 @pytest.mark.gpu
 @settings(max_examples=25, **SETTINGS)
-@given(problems(lengths=[1, 17, 64, 130, 257], dims=[16, 40, 64, 128]))
+@given(case=problems(lengths=[1, 17, 64, 130, 257], dims=[16, 40, 64, 128]))
 def test_random_problem_compiled(case, kernels):
     compare_arrays(case.arrays(), case.options(), "triton", kernels)
 

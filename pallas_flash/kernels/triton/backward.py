@@ -100,7 +100,7 @@ def _dq_kernel(
         ds = ds.astype(k[0].dtype)
         return tuple(g + dot(ds, c, p, interpret) for g, c in zip(dq, k, strict=True))
 
-    dq = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.head_dim))
+    dq = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.head_dim, p.dtype))
     dq = walk(loops, load_range(ranges_ref, batch, head, q_tile), step, dq)
     scale = 1.0 if p.scale is None else p.scale
     store_rows(dq_ref, batch, head, q_start, tuple(g * scale for g in dq), p.q_len)
@@ -165,8 +165,8 @@ def _dkv_kernel(
 
         return walk(loops, load_range(ranges_ref, batch, head, kv_tile), step, carry)
 
-    dk = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.head_dim))
-    dv = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.v_head_dim))
+    dk = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.head_dim, p.dtype))
+    dv = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.v_head_dim, p.dtype))
     dk, dv = one_head(0, (dk, dv)) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, (dk, dv))
     scale = 1.0 if p.scale is None else p.scale
     store_rows(dk_ref, batch, kv_head, kv_start, tuple(g * scale for g in dk), p.kv_len)

@@ -82,7 +82,7 @@ def _kernel(
 
     m = jnp.full((tile.block_q,), LOWEST, jnp.float32)
     l = jnp.zeros((tile.block_q,), jnp.float32)
-    acc = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.v_head_dim))
+    acc = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.v_head_dim, p.dtype))
     m, l, acc = walk(loops, load_range(ranges_ref, batch, head, q_tile), step, (m, l, acc))
 
     empty = l == 0.0

@@ -33,12 +33,14 @@ class Chunk(NamedTuple):
     valid: int
 
 
-def chunks_of(dim: int) -> tuple[Chunk, ...]:
+def chunks_of(dim: int, dtype: Any) -> tuple[Chunk, ...]:
     """Splits a head dim into runs that Triton can hold: powers of two, at least 16 and at most 256.
 
     Two runs where that wastes nothing beyond the next multiple of 16 (80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64,
-    72 = 64 + 16 of which 8 exist), otherwise one padded run per 256: narrow products cost more than padding.
+    72 = 64 + 16 of which 8 exist), otherwise one padded run per 256: narrow products cost more than padding. A float32
+    dim below 128 is padded too: in two runs its dk/dv kernel spills up to 17 kB of registers (ptxas, D = 96).
     """
+    splits = jnp.dtype(dtype).itemsize < 4 or dim > 128
     chunks = []
     start = 0
     while start < dim:
@@ -46,16 +48,16 @@ def chunks_of(dim: int) -> tuple[Chunk, ...]:
         padded = max(16, pl.next_power_of_2(min(left, 256)))
         half = padded // 2
         rest = -(-(min(left, 256) - half) // 16) * 16
-        if half >= 16 and 0 < rest < half and rest == pl.next_power_of_2(rest):
+        if splits and half >= 16 and 0 < rest < half and rest == pl.next_power_of_2(rest):
             padded = half
         chunks.append(Chunk(start, padded, min(padded, left)))
         start += padded
     return tuple(chunks)
 
 
-def padded_dim(dim: int) -> int:
+def padded_dim(dim: int, dtype: Any) -> int:
     """Channels that a tile of this head dim holds."""
-    return sum(c.size for c in chunks_of(dim))
+    return sum(c.size for c in chunks_of(dim, dtype))
 
 
 def exp2(x: jax.Array, interpret: bool) -> jax.Array:
@@ -114,9 +116,8 @@ def load_rows(ref: Any, batch: Any, head: Any, start: Any, block: int, length: i
 
     With ``check``, rows behind ``length`` read as 0; without, the caller knows that there are none.
     """
-    return tuple(
-        _load_chunk(ref, batch, head, start, block, length, chunk, check) for chunk in chunks_of(ref.shape[-1])
-    )
+    chunks = chunks_of(ref.shape[-1], ref.dtype)
+    return tuple(_load_chunk(ref, batch, head, start, block, length, chunk, check) for chunk in chunks)
 
 
 def _load_chunk(ref, batch, head, start, block, length, chunk, check):
@@ -138,7 +139,7 @@ def _load_chunk(ref, batch, head, start, block, length, chunk, check):
 def store_rows(ref: Any, batch: Any, head: Any, start: Any, values: Chunks, length: int) -> None:
     """The opposite of :func:`load_rows`; rows behind ``length`` and channels that do not exist stay unwritten."""
     block = values[0].shape[0]
-    for chunk, value in zip(chunks_of(ref.shape[-1]), values, strict=True):
+    for chunk, value in zip(chunks_of(ref.shape[-1], ref.dtype), values, strict=True):
         channel = jnp.int32(chunk.start) + _zero(start)
         view = ref.at[batch, pl.ds(start, block), head, pl.ds(channel, chunk.size)]
         inside = (start + _iota(block) < length)[:, None] & (_iota(chunk.size) < chunk.valid)[None, :]

@@ -40,7 +40,7 @@ def choose(problem: Problem, kernel: str, device: Device) -> Tile:
     Raises:
       ValueError: not even the smallest tile fits the device's shared memory.
     """
-    dim = max(padded_dim(problem.head_dim), padded_dim(problem.v_head_dim))
+    dim = max(padded_dim(d, problem.dtype) for d in (problem.head_dim, problem.v_head_dim))
     table = _TABLES[kernel]
     tile = table[next((d for d in table if dim <= d), 512)]
     if kernel == "forward" and 64 < dim <= 128 and problem.kv_len <= 2048:
@@ -88,10 +88,11 @@ def shared_memory(problem: Problem, kernel: str, tile: Tile) -> int:
     size = 4 if problem.dtype == "float32" else 2
     if problem.precision == "highest" and problem.dtype == "float32":
         size = 8  # the triple TF32 product keeps a rounded and a remainder half of each operand
-    dims = padded_dim(problem.head_dim) + padded_dim(problem.v_head_dim)
+    qk_dim, v_dim = (padded_dim(d, problem.dtype) for d in (problem.head_dim, problem.v_head_dim))
+    dims = qk_dim + v_dim
     scores = tile.block_q * tile.block_kv * size
     if kernel == "forward":
-        resident = tile.block_q * padded_dim(problem.head_dim) * size
+        resident = tile.block_q * qk_dim * size
         walked = tile.block_kv * dims * size
         return resident + tile.stages * walked
     if kernel == "dkv":

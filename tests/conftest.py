@@ -8,7 +8,10 @@ import sys
 _wants_gpu = "PALLAS_FLASH_GPU_TESTS" in os.environ or "-m gpu" in " ".join(sys.argv)
 if not _wants_gpu:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    # Interpreted kernels run for milliseconds and compile for seconds: the compiler is told not to try hard.
+    _flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    _flags += " --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " " + _flags
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import contextlib

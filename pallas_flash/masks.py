@@ -67,16 +67,24 @@ class Mask:
         return NO_PROMISE
 
     def __and__(self, other: Mask) -> Mask:
-        return And(self, other)
+        return And(self, _a_mask(other))
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(self, other)
+        return Or(self, _a_mask(other))
 
     def dense(self, q_len: int, kv_len: int, q_offset: Any = 0) -> jax.Array:
         """The mask as a boolean array [B or 1, N or 1, q_len, kv_len] (for tests, pictures and plain attention)."""
         from .kernels.xla import dense_mask  # the dense spans live beside the plain definition
 
         return dense_mask(self, q_len, kv_len, q_offset)
+
+
+def _a_mask(other: Any) -> Mask:
+    if not isinstance(other, Mask):
+        raise TypeError(
+            f"a mask combines with a mask, not with {type(other).__name__}; an array goes in as Dense(array)"
+        )
+    return other
 
 
 @mask

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .masks import Causal, Dense, Lengths, Mask, Segments, Window, all_of
+from .masks import And, Causal, Dense, Lengths, Mask, Or, Segments, Window, all_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +155,7 @@ def describe(
     masks += _segments(q_segment_ids, kv_segment_ids, batch_dims, q_len, kv_len)
     target = (batch_dims, num_q_heads, q_len, kv_len)
     if isinstance(mask, Mask):
-        masks.append(_own_arrays(mask, batch))
+        masks.append(_own_arrays(mask, batch, num_q_heads, q_len, kv_len))
     elif mask is not None:
         array = _pairwise("mask", mask, *target)
         masks.append(Dense(array))
@@ -219,8 +219,10 @@ def _check_arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[i
             f"query, key and value must have one dtype; got {query.dtype}, {key.dtype} and {value.dtype}: "
             "cast them with .astype(...) first"
         )
-    if not jnp.issubdtype(query.dtype, jnp.floating):
-        raise ValueError(f"query, key and value must be float arrays; got {query.dtype}")
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
+        raise ValueError(
+            f"query, key and value must be float arrays: float32, bfloat16, float16 or float64; got {query.dtype}"
+        )
     return batch_dims
 
 
@@ -306,8 +308,21 @@ def _segments(q_ids: Any, kv_ids: Any, batch_dims: tuple[int, ...], q_len: int, 
     return [Segments(ids("q_segment_ids", q_ids, q_len), ids("kv_segment_ids", kv_ids, kv_len))]
 
 
-def _own_arrays(m: Mask, batch: int) -> Mask:
-    """A user's mask with its arrays as arrays whose first axis is 1 or the batch."""
+def _own_arrays(m: Mask, batch: int, heads: int, q_len: int, kv_len: int) -> Mask:
+    """A mask object with its arrays as arrays whose first axis is 1 or the batch, and of the sizes of the call."""
+    if isinstance(m, And | Or):
+        return type(m)(*(_own_arrays(part, batch, heads, q_len, kv_len) for part in (m.a, m.b)))
+    if isinstance(m, Dense):
+        array = _pairwise("the array of mask Dense", m.array, (batch,), heads, q_len, kv_len)
+        if array.dtype != jnp.bool_:
+            raise ValueError(f"the array of mask Dense must be boolean (True = attend), got {array.dtype}")
+        return Dense(array)
+    if isinstance(m, Segments):
+        for name, ids, length in (("q_ids", m.q_ids, q_len), ("kv_ids", m.kv_ids, kv_len)):
+            if jnp.ndim(ids) != 2 or ids.shape[1] != length:
+                raise ValueError(
+                    f"{name} of mask Segments must have shape [batch or 1, {length}]; got {jnp.shape(ids)}"
+                )
 
     def leaf(path, x):
         x = jnp.asarray(x)

@@ -21,7 +21,7 @@ VALUE_ERRORS = {
     "dim": ({"key": jnp.ones((2, 7, 2, 9))}, r"same head dim"),
     "heads": ({"key": jnp.ones((2, 7, 3, 8)), "value": jnp.ones((2, 7, 3, 8))}, r"4 query heads must be a multiple of the 3"),
     "dtypes": ({"key": K.astype(jnp.bfloat16)}, r"one dtype; got float32, bfloat16 and float32"),
-    "ints": ({"query": Q.astype(int), "key": K.astype(int), "value": K.astype(int)}, r"must be float arrays; got int32"),
+    "ints": ({"query": Q.astype(int), "key": K.astype(int), "value": K.astype(int)}, r"must be float arrays: float32, .*; got int32"),
     "float mask": ({"mask": jnp.ones((5, 7))}, r"mask must be boolean.*got float32.*bias="),
     "mask shape": ({"mask": jnp.ones((2, 1, 5, 6), bool)}, r"mask of shape \(2, 1, 5, 6\) does not broadcast.*\[2, 4, 5, 7\]"),
     "2-D padding mask": ({"mask": jnp.ones((2, 7), bool)}, r"mask of shape \(2, 7\) does not broadcast"),
@@ -46,6 +46,10 @@ VALUE_ERRORS = {
     "precision": ({"precision": "best"}, r"precision must be None, 'default'.*got 'best'"),
     "backward": ({"backward": "slow"}, r"backward must be one of 'auto', 'deterministic', 'fast'"),
     "dropout": ({"dropout_rate": 1.5}, r"dropout_rate must be in \[0, 1\); got 1.5"),
+    "fp8": ({x: a.astype(jnp.float8_e4m3fn) for x, a in {"query": Q, "key": K, "value": K}.items()}, r"bfloat16, float16 or float64; got float8_e4m3fn"),
+    "dense object": ({"mask": pf.Causal() & pf.Dense(jnp.ones((1, 1, 5, 6), bool))}, r"array of mask Dense of shape \(1, 1, 5, 6\) does not broadcast"),
+    "float dense object": ({"mask": pf.Dense(jnp.ones((5, 7)))}, r"array of mask Dense must be boolean"),
+    "segments object": ({"mask": pf.Segments(jnp.zeros((2, 4), int), jnp.zeros((2, 7), int))}, r"q_ids of mask Segments must have shape \[batch or 1, 5\]; got \(2, 4\)"),
     "own mask": ({"mask": pf.Prefix(jnp.array([1, 2, 3]))}, r"mask Prefix has shape \(3,\); the first axis .* 1 or 2"),
 }  # fmt: skip
 
@@ -68,3 +72,8 @@ def test_not_there_yet(name):
 def test_explain_refuses_unknown_arguments():
     with pytest.raises(TypeError, match="unknown arguments: causal"):
         pf.explain(Q, K, K, causal=True)
+
+
+def test_masks_combine_with_masks_only():
+    with pytest.raises(TypeError, match=r"not with .*; an array goes in as Dense\(array\)"):
+        pf.Causal() & jnp.ones((5, 7), bool)

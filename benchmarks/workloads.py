@@ -69,11 +69,17 @@ SPECIAL = [
     Workload("bias", 1, 4096, 16, 128, bias=True),
     Workload("long-128k", 1, 131072, 4, 128, causal=True),
 ]
+# Where plain XLA may be faster: batch x heads from 16 to 4096, 16 heads of 64 channels.
+SMALL = [
+    Workload(f"small-{batch * 16}x{length}", batch, length, 16, 64, causal=True)
+    for batch in (1, 16, 256)
+    for length in (16, 32, 64, 128, 256, 512)
+]
 SMOKE = [
     Workload("smoke-causal", 1, 64, 2, 16, dtype="float32", causal=True),
     Workload("smoke-gqa", 1, 48, 4, 16, kv_heads=2, dtype="float32"),
 ]
-GROUPS = {"cells": CELLS, "grid": GRID, "special": SPECIAL, "smoke": SMOKE}
+GROUPS = {"cells": CELLS, "grid": GRID, "special": SPECIAL, "small": SMALL, "smoke": SMOKE}
 GROUPS |= {f"d{d}": [w for w in CELLS if w.dim == d] for d in DIMS}
 
 

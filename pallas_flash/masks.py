@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .spans import EVERYTHING, HIGH, LOW, NO_PROMISE, Range, Span, Tiles, intersect, lib, unite
+from .spans import EVERYTHING, HIGH, LOW, NO_PROMISE, Range, Span, Tiles, intersect, lib, shift, unite
 
 _T = TypeVar("_T")
 
@@ -336,23 +336,17 @@ def all_of(masks: list[Mask]) -> Mask:
 
 def kv_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
     """For each tile of queries its tiles of keys: int32 [B or 1, N or 1, q tiles, 4] (see ``Tiles.to_tiles``)."""
-    q = Tiles(q_len, block_q, q_offset, other_length=kv_len)
+    q = Tiles(q_len, block_q, q_offset)
     ranges = Tiles(kv_len, block_kv).to_tiles(m.kv_range(q))
     return _spread(ranges, q.count)
 
 
 def q_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
     """For each tile of keys its tiles of queries: int32 [B or 1, N or 1, kv tiles, 4]."""
-    kv = Tiles(kv_len, block_kv, other_offset=q_offset, other_length=q_len)
-    positions = m.q_range(kv)
-    offset = kv.per_batch(q_offset)
-    ranges = Tiles(q_len, block_q).to_tiles(Range(*(_rows(bound, offset) for bound in positions)))
+    kv = Tiles(kv_len, block_kv, other_offset=q_offset)
+    rows = shift(m.q_range(kv), -kv.per_batch(q_offset))  # "no bound" is far enough away to survive the shift
+    ranges = Tiles(q_len, block_q).to_tiles(rows)
     return _spread(ranges, kv.count)
-
-
-def _rows(bound: Any, offset: Any) -> Any:
-    """A position as a row; the two "no bound" values are far enough away to survive the shift."""
-    return bound - offset
 
 
 def _spread(ranges: Any, count: int) -> Any:

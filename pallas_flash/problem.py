@@ -105,11 +105,6 @@ def scale_of(problem: Problem, x: Operands) -> Any:
     return problem.scale if problem.scale is not None else x.scale
 
 
-def check_offset_is_valid(q_offset: Any) -> None:
-    if isinstance(q_offset, (int, np.integer)) and abs(int(q_offset)) >= 2**29:
-        raise ValueError(f"q_offset={q_offset} is out of range: positions must stay within +-2**29")
-
-
 def describe(
     query: Any,
     key: Any,
@@ -360,7 +355,8 @@ def _offset(
     if q_offset is None:
         return 0, None
     if isinstance(q_offset, (int, np.integer)) and not isinstance(q_offset, bool):
-        check_offset_is_valid(q_offset)
+        if abs(int(q_offset)) >= 2**29:
+            raise ValueError(f"q_offset={q_offset} is out of range: positions must stay within +-2**29")
         return int(q_offset), None
     q_offset = _int_array("q_offset", q_offset)
     if q_offset.ndim and q_offset.shape not in (batch_dims, (1,)):

@@ -62,12 +62,13 @@ def by_batch_and_heads(run: Callable[..., Any], p: Problem, args: tuple, labels:
     if jax.device_count() == 1 or not _is_known(args[0].mask):
         return run(p, *args)
     leaves, tree = jax.tree.flatten(args)
-    out_labels = _result_labels(jax.eval_shape(lambda args: run(p, *args), args), labels[0])
+    trace = jax.make_jaxpr(lambda *arrays: run(p, *jax.tree.unflatten(tree, arrays)), return_shape=True)
+    program, result = trace(*leaves)
+    out_labels = _result_labels(result, labels[0])
     in_strings, out_strings = jax.tree.leaves(labels), jax.tree.leaves(out_labels)
     out_tree = jax.tree.structure(out_labels)
 
     # custom_partitioning takes no constants (static tile ranges are one): they go in as arguments in front.
-    program = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(run(p, *jax.tree.unflatten(tree, arrays))))(*leaves)
     constants = len(program.consts)
     in_strings = ["." * jnp.ndim(c) for c in program.consts] + in_strings
 

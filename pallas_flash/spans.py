@@ -108,14 +108,12 @@ class Tiles:
       block: tokens per tile; the last tile may be shorter.
       offset: position of row 0 of this side, an int or an int32 array [B].
       other_offset: position of row 0 of the other side.
-      other_length: tokens along the other side.
     """
 
     length: int
     block: int
     offset: Any = 0
     other_offset: Any = 0
-    other_length: int = 0
 
     @property
     def count(self) -> int:

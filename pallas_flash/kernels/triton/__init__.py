@@ -41,7 +41,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
             major, minor = device.capability
             reasons.append(f"it needs compute capability 8.0 (Ampere) or newer and {device.kind} has {major}.{minor}")
     if not reasons:
-        for kernel in ("forward", "dq", "dkv", *(["dbias"] if problem.bias_shape is not None else [])):
+        for kernel in _kernels(problem):
             try:
                 tiles.choose(problem, kernel, device)
             except ValueError as error:
@@ -51,8 +51,11 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
 
 def describe(problem: Problem, device: Device) -> dict[str, str]:
     """Kernel by kernel, the tile that would run."""
-    kernels = ("forward", "dq", "dkv") + (() if problem.bias_shape is None else ("dbias",))
-    return {kernel: str(tiles.choose(problem, kernel, device)) for kernel in kernels}
+    return {kernel: str(tiles.choose(problem, kernel, device)) for kernel in _kernels(problem)}
+
+
+def _kernels(problem: Problem) -> tuple[str, ...]:
+    return ("forward", "dq", "dkv") + (() if problem.bias_shape is None else ("dbias",))
 
 
 def forward(problem: Problem, device: Device, x: Operands, *, keep_rest: bool) -> Output:
@@ -65,6 +68,6 @@ def forward(problem: Problem, device: Device, x: Operands, *, keep_rest: bool) -
 
 def backward(problem: Problem, device: Device, x: Operands, out: Output, do: jax.Array, dlse: jax.Array) -> Gradients:
     """Gradients from the cotangents of o and lse."""
-    chosen = {kernel: tiles.choose(problem, kernel, device) for kernel in ("dq", "dkv", "dbias")}
+    chosen = {kernel: tiles.choose(problem, kernel, device) for kernel in _kernels(problem)}
     with quiet_deprecation():
         return _backward_kernels.backward(problem, addressable(x), out, do, dlse, chosen, device.interpret)

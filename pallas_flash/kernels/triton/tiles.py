@@ -95,10 +95,5 @@ def shared_memory(problem: Problem, kernel: str, tile: Tile) -> int:
         resident = tile.block_q * qk_dim * size
         walked = tile.block_kv * dims * size
         return resident + tile.stages * walked
-    if kernel == "dkv":
-        resident = tile.block_kv * dims * size
-        walked = tile.block_q * dims * size
-        return resident + max(1, tile.stages) * walked + scores
-    resident = tile.block_q * dims * size
-    walked = tile.block_kv * dims * size
-    return resident + max(1, tile.stages) * walked + scores
+    own, other = (tile.block_kv, tile.block_q) if kernel == "dkv" else (tile.block_q, tile.block_kv)
+    return (own + tile.stages * other) * dims * size + scores

@@ -50,7 +50,7 @@ def ours(implementation: str) -> Maker:
 
 def jax_nn(implementation: str) -> Maker:
     def make(w: Workload) -> Attention:
-        if implementation == "xla" and w.batch * w.heads * w.length**2 * 4 > 40e9:
+        if implementation == "xla" and w.batch * w.heads * (w.q_length or w.length) * w.length * 4 > 40e9:
             raise Refusal("float32 logits of more than 40 GB")
         options = {**w.options(), "implementation": implementation}
         return lambda q, k, v, x: jax.nn.dot_product_attention(q, k, v, x["bias"], x["mask"], **options)

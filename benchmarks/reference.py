@@ -24,8 +24,8 @@ def part(w: Workload, name: str, array: jax.Array) -> jax.Array:
 
 
 def _dense(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, ids: jax.Array) -> jax.Array:
-    """q: [S, G, D], k and v: [S, D], bias: [G, S, S]; each block of rows is recomputed in the backward pass."""
-    size = ROWS if w.length % ROWS == 0 else w.length
+    """q: [T, G, D], k and v: [S, D], bias: [G, T, S]; each block of rows is recomputed in the backward pass."""
+    size = ROWS if q.shape[0] % ROWS == 0 else q.shape[0]
     keys = jnp.arange(w.length)
 
     def rows(block):
@@ -46,7 +46,7 @@ def _dense(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Arra
         return x.reshape(-1, size, *x.shape[1:])
 
     bias = None if bias is None else blocks(jnp.moveaxis(bias, 0, 1))
-    return jax.lax.map(jax.checkpoint(rows), (blocks(q), blocks(keys), bias)).reshape(q.shape)
+    return jax.lax.map(jax.checkpoint(rows), (blocks(q), blocks(keys[: q.shape[0]]), bias)).reshape(q.shape)
 
 
 def results(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, extras: dict[str, Any]):

@@ -23,6 +23,8 @@ class Workload:
     window: int | None = None  # keys to the left of the query, besides itself
     documents: tuple[int, ...] = ()
     bias: bool = False  # [1, heads, length, length] in the inputs' dtype, without its own gradient
+    q_length: int | None = None  # queries, where they are fewer than the keys
+    repeats: int = 1  # calls in one program, each waiting for the one before: for work shorter than its launch
 
     @property
     def flops(self) -> float:
@@ -36,7 +38,7 @@ class Workload:
         elif self.window is not None:
             pairs = s * (self.window + 1)
         else:
-            pairs = s * s * (0.5 if self.causal else 1)
+            pairs = (self.q_length or s) * s * (0.5 if self.causal else 1)
         return 4.0 * self.batch * self.heads * pairs * self.dim
 
     def options(self) -> dict[str, Any]:
@@ -71,15 +73,22 @@ SPECIAL = [
 ]
 # Where plain XLA may be faster: batch x heads from 16 to 4096, 16 heads of 64 channels.
 SMALL = [
-    Workload(f"small-{batch * 16}x{length}", batch, length, 16, 64, causal=True)
+    Workload(f"small-{batch * 16}x{length}", batch, length, 16, 64, causal=True, repeats=8)
     for batch in (1, 16, 256)
-    for length in (16, 32, 64, 128, 256, 512)
+    for length in (16, 64, 256)
+]
+# A few queries on many keys, the shape of a decoding step.
+DECODE = [
+    Workload(f"decode-{batch * 16}x{queries}x{label(length)}", batch, length, 16, 128, q_length=queries, repeats=8)
+    for batch in (1, 4, 8)
+    for queries in (1, 64)
+    for length in (2048, 16384)
 ]
 SMOKE = [
     Workload("smoke-causal", 1, 64, 2, 16, dtype="float32", causal=True),
     Workload("smoke-gqa", 1, 48, 4, 16, kv_heads=2, dtype="float32"),
 ]
-GROUPS = {"cells": CELLS, "grid": GRID, "special": SPECIAL, "small": SMALL, "smoke": SMOKE}
+GROUPS = {"cells": CELLS, "grid": GRID, "special": SPECIAL, "small": SMALL, "decode": DECODE, "smoke": SMOKE}
 GROUPS |= {f"d{d}": [w for w in CELLS if w.dim == d] for d in DIMS}
 
 

@@ -75,9 +75,9 @@ def refuse(name: str, problem: Problem, device: Device, *, chosen_freely: bool =
     """Why an implementation would not run a problem; empty if it would."""
     if name in TIERS and not problem.is_empty:
         reasons = TIERS[name].unsupported(problem, device)
-        if not reasons and chosen_freely and device.interpret:
-            return ["interpreted kernels run only when named"]
-        return reasons
+        if reasons or not chosen_freely:
+            return reasons
+        return ["interpreted kernels run only when named"] if device.interpret else TIERS[name].outrun(problem)
     return []
 
 
@@ -113,7 +113,9 @@ def use_implementation(implementation: Implementation) -> Iterator[None]:
 
 def _warn_if_quadratic(plan: Plan) -> None:
     """Tells a GPU user, once per reason, that memory is going to grow with the square of the length."""
-    if plan.forward != "xla" or plan.device.platform not in ("cuda", "rocm") or plan.problem.is_empty:
+    p = plan.problem
+    linear = p.is_empty or min(p.q_len, p.kv_len) <= 64
+    if plan.forward != "xla" or plan.device.platform not in ("cuda", "rocm") or linear:
         return
     reasons = "; ".join(reason for _, reasons in plan.refusals for reason in reasons)
     if reasons in _warned:

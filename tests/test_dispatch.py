@@ -92,6 +92,31 @@ def test_head_dim_beyond_the_largest(on):
         pf.explain(x, x, x, implementation="triton")
 
 
+@pytest.mark.parametrize(
+    "queries, keys, batch, window, forward",
+    [
+        (1, 8192, 4, None, "xla"),
+        (64, 2048, 1, None, "xla"),
+        (1, 8192, 8, None, "triton"),  # enough rows to fill the GPU
+        (64, 2048, 4, None, "triton"),
+        (65, 8192, 1, None, "triton"),
+        (1, 1024, 1, None, "triton"),
+        (1, 8192, 1, (512, 0), "triton"),
+    ],
+)
+def test_few_queries_on_many_keys_go_to_xla(on, queries, keys, batch, window, forward):
+    """The measured rule: benchmarks/results/decode.json."""
+    on(H200)
+    q = jax.ShapeDtypeStruct((batch, queries, 16, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((batch, keys, 4, 128), jnp.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # its memory is linear in the keys: nothing to warn of
+        plan = pf.explain(q, k, k, local_window_size=window)
+        named = pf.explain(q, k, k, local_window_size=window, implementation="triton")
+    assert plan.forward == forward and named.forward == "triton"
+    assert (forward == "xla") == ("keep too few programs busy" in str(plan))
+
+
 def test_a_sequence_is_an_order_of_preference(on):
     on(TURING)
     plan = pf.explain(X, X, X, implementation=("triton", "xla_chunked"))

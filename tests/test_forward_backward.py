@@ -1,5 +1,6 @@
 """Every case on every tier: out, lse and all gradients against the float64 oracle, by the accuracy rule."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 import pallas_flash as pf
 from pallas_flash import dispatch
+from pallas_flash.kernels.triton import tiles
 
 from .accuracy import check, oracle
 from .cases import BIG_CASES, CASES
@@ -66,6 +68,16 @@ def compare_arrays(arrays, options, tier, kernels):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case, tier, kernels):
     compare(case, tier, kernels)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("mqa-bf16", "f16", "dim-72", "everything")], ids=str)
+def test_tiles_held_in_registers(case, kernels, monkeypatch):
+    """What long problems do on a GPU: the side that stays goes through a product with the identity first."""
+    choose = tiles.choose
+    monkeypatch.setattr(tiles, "choose", lambda *args: dataclasses.replace(choose(*args), registers=True))
+    run.clear_cache()
+    compare(case, "triton", kernels)
+    run.clear_cache()
 
 
 @pytest.mark.gpu

@@ -49,6 +49,24 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     return reasons
 
 
+def outrun(problem: Problem) -> list[str]:
+    """Why plain XLA would be faster than this tier, from measurements on an H200; empty if it would not.
+
+    A program walks all the keys of its tile of queries, so few programs on many keys leave the GPU idle. XLA splits
+    the keys too, and its scores are few then. Elsewhere no size was found where it is ahead (docs/performance.md:
+    lengths 16 to 512, 16 to 4096 rows of batch x heads).
+    """
+    rows = problem.batch * problem.num_q_heads
+    if problem.q_len > 64 or problem.kv_len < 2048 or rows > (64 if problem.q_len <= 16 else 16):
+        return []
+    if "Window" in problem.mask:  # its keys are few
+        return []
+    return [
+        f"{problem.q_len} queries in {rows} rows of batch x heads on {problem.kv_len} keys keep too few programs busy: "
+        "plain XLA is faster there; name implementation='triton' to have the kernels all the same"
+    ]
+
+
 def describe(problem: Problem, device: Device) -> dict[str, str]:
     """Kernel by kernel, the tile that would run."""
     return {kernel: str(tiles.choose(problem, kernel, device)) for kernel in _kernels(problem)}

@@ -26,6 +26,7 @@ from .tile_math import (
     chunks_of,
     dot,
     dot_chunks,
+    in_registers,
     load_range,
     load_rows,
     load_stats,
@@ -83,6 +84,8 @@ def _dq_kernel(
     q_start = q_tile * tile.block_q
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
     do = load_rows(do_ref, batch, head, q_start, tile.block_q, p.q_len, check=True)
+    if tile.registers:
+        q, do = in_registers(q, p, interpret), in_registers(do, p, interpret)
     lse2 = load_stats(lse2_ref, batch, head, q_start, tile.block_q, p.q_len, jnp.inf)
     delta = load_stats(delta_ref, batch, head, q_start, tile.block_q, p.q_len, 0.0)
     score = ScoreMaker(p, x, q_axis=0, interpret=interpret)
@@ -135,6 +138,8 @@ def _dkv_kernel(
     kv_start = kv_tile * tile.block_kv
     k = load_rows(x.k, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=True)
     v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=True)
+    if tile.registers:
+        k, v = in_registers(k, p, interpret), in_registers(v, p, interpret)
     # Tiles are held transposed, keys by queries, so that p and ds feed their products without a transposition.
     score = ScoreMaker(p, x, q_axis=1, interpret=interpret)
 

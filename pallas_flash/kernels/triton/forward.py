@@ -20,6 +20,7 @@ from .tile_math import (
     dot,
     dot_chunks,
     exp2,
+    in_registers,
     load_range,
     load_rows,
     sanitise,
@@ -62,6 +63,8 @@ def _kernel(
     kv_head, _ = split(head, p.group)
     q_start = q_tile * tile.block_q
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
+    if tile.registers:
+        q = in_registers(q, p, interpret)
     score = ScoreMaker(p, x, q_axis=0, interpret=interpret)
 
     def step(j, carry, masked):

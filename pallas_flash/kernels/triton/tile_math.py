@@ -111,6 +111,21 @@ def dot_chunks(a: Chunks, b: Chunks, problem: Problem, interpret: bool) -> jax.A
     return total
 
 
+def in_registers(a: Chunks, problem: Problem, interpret: bool) -> Chunks:
+    """The same tile, held as the register operand of later products instead of being read from shared memory.
+
+    Triton keeps an operand in registers only where it comes from another product, so this is one: by the identity,
+    exact but for infinities, which turn their row into NaN as the softmax would.  It spares the half of the
+    shared-memory traffic of a 64-wide product, which bounds it on Hopper (docs/performance.md).
+    """
+
+    def through_identity(chunk):
+        rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (chunk.shape[1],) * 2, axis) for axis in (0, 1))
+        return dot(chunk, (rows == columns).astype(chunk.dtype), problem, interpret).astype(chunk.dtype)
+
+    return tuple(through_identity(chunk) for chunk in a)
+
+
 def load_rows(ref: Any, batch: Any, head: Any, start: Any, block: int, length: int, *, check: bool) -> Chunks:
     """Rows ``[start, start + block)`` of one head of a [B, length, heads, dim] array, in chunks of channels.
 

@@ -15,23 +15,52 @@ from .tile_math import padded_dim
 class Tile:
     """How one kernel cuts the scores: ``block_q`` queries by ``block_kv`` keys per step.
 
-    ``num_warps`` warps of 32 threads share a tile; ``stages`` tiles of the walked side are in flight at once.
+    ``num_warps`` warps of 32 threads share a tile; ``stages`` tiles of the walked side are in flight at once. With
+    ``registers`` the side that stays is read from registers instead of shared memory.
     """
 
     block_q: int
     block_kv: int
     num_warps: int
     stages: int
+    registers: bool = False
 
     def __str__(self) -> str:
-        return f"{self.block_q}x{self.block_kv}, {self.num_warps} warps, {self.stages} stages"
+        held = ", held in registers" if self.registers else ""
+        return f"{self.block_q}x{self.block_kv}, {self.num_warps} warps, {self.stages} stages{held}"
 
 
-# Winners of a sweep on an H200 (notes in docs/performance.md), by padded head dim, for 16-bit inputs.
-_FORWARD = {64: Tile(128, 64, 8, 3), 128: Tile(128, 128, 8, 3), 256: Tile(128, 64, 8, 2), 512: Tile(64, 32, 8, 1)}
-_DQ = {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 4, 2), 512: Tile(64, 32, 8, 1)}
-_DKV = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2), 512: Tile(32, 32, 8, 1)}
-_TABLES = {"forward": _FORWARD, "dq": _DQ, "dkv": _DKV, "dbias": _DQ}
+# Winners of sweeps on an H200 (notes in docs/performance.md), by padded head dim, for 16-bit inputs.
+_DQ = {
+    64: Tile(128, 64, 4, 3),
+    128: Tile(64, 64, 4, 3, registers=True),
+    256: Tile(64, 64, 4, 2),
+    512: Tile(64, 32, 8, 1),
+}
+_TILES = {
+    "forward": {
+        64: Tile(128, 64, 8, 3),
+        128: Tile(64, 64, 4, 3, registers=True),
+        256: Tile(128, 64, 8, 2),
+        512: Tile(64, 32, 8, 1),
+    },
+    "dq": _DQ,
+    "dkv": {
+        64: Tile(64, 64, 4, 3, registers=True),
+        128: Tile(64, 64, 4, 2),
+        256: Tile(64, 32, 4, 2),
+        512: Tile(32, 32, 8, 1),
+    },
+    "dbias": _DQ,
+}
+# float32 has twice the bytes and, with TF32 or its triple product, twice the registers per element.
+_DQ_FLOAT32 = {64: Tile(64, 32, 4, 3), 128: Tile(64, 32, 8, 3), 256: Tile(32, 32, 4, 2), 512: Tile(32, 16, 8, 1)}
+_TILES_FLOAT32 = {
+    "forward": {64: Tile(64, 32, 8, 3), 128: Tile(64, 64, 8, 3), 256: Tile(64, 32, 8, 2), 512: Tile(32, 16, 8, 1)},
+    "dq": _DQ_FLOAT32,
+    "dkv": {64: Tile(32, 32, 4, 3), 128: Tile(32, 32, 4, 2), 256: Tile(32, 16, 4, 2), 512: Tile(32, 16, 8, 1)},
+    "dbias": _DQ_FLOAT32,
+}
 
 
 def choose(problem: Problem, kernel: str, device: Device) -> Tile:
@@ -41,13 +70,15 @@ def choose(problem: Problem, kernel: str, device: Device) -> Tile:
       ValueError: not even the smallest tile fits the device's shared memory.
     """
     dim = max(padded_dim(d, problem.dtype) for d in (problem.head_dim, problem.v_head_dim))
-    table = _TABLES[kernel]
+    wide = problem.dtype == "float32"
+    table = (_TILES_FLOAT32 if wide else _TILES)[kernel]
     tile = table[next((d for d in table if dim <= d), 512)]
-    if kernel == "forward" and 64 < dim <= 128 and problem.kv_len <= 2048:
-        tile = Tile(64, 64, 4, 3)  # more, smaller programs: 295 against 256 TFLOP/s at 1k
-    if problem.dtype == "float32":
-        # Twice the bytes and, with TF32 or its triple product, twice the registers per element.
-        tile = dataclasses.replace(tile, block_q=max(32, tile.block_q // 2), block_kv=max(16, tile.block_kv // 2))
+    if kernel == "dkv" and 64 < dim <= 128 and problem.group > 1 and not wide:
+        tile = Tile(64, 128, 8, 3)  # the loop over the group costs the other tile 376 bytes of spills
+    walked = problem.q_len if kernel == "dkv" else problem.kv_len
+    if kernel == "dbias" or (kernel != "dq" and walked <= 2048):
+        # Too few steps to earn the way there: 278 instead of 293 TFLOP/s at 1k.
+        tile = dataclasses.replace(tile, registers=False)
     tile = dataclasses.replace(
         tile,
         block_q=min(tile.block_q, max(16, pl.next_power_of_2(problem.q_len))),

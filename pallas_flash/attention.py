@@ -14,8 +14,10 @@ from . import dispatch, sharding
 from .dispatch import Implementation, Plan
 from .kernels import xla
 from .problem import Operands, Output, describe, offset_of
+from .promotion import usual_promotion
 
 
+@usual_promotion
 def flash_attention(
     query: Any,
     key: Any,
@@ -123,6 +125,7 @@ def flash_attention(
     return results[0] if len(results) == 1 else tuple(results)
 
 
+@usual_promotion
 def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Plan:
     """The plan of ``flash_attention`` with the same arguments, without running anything.
 
@@ -145,6 +148,7 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
     return plans[0]
 
 
+@usual_promotion
 def dense_mask(query: Any, key: Any, mask: Any = None, **options: Any) -> jax.Array:
     """Who may see whom under the same options of ``flash_attention``, as a boolean array.
 
@@ -221,11 +225,13 @@ def _run_forward(plan: Plan, x: Operands, *, keep_rest: bool) -> Output:
     return Output(checkpoint_name(out.o, "attention_out"), checkpoint_name(out.lse, "attention_lse"), rest)
 
 
+@usual_promotion
 def _forward(plan: Plan, x: Operands) -> tuple[Output, tuple[Operands, Output]]:
     out = _run_forward(plan, x, keep_rest=True)
     return out._replace(rest=None), (x, out)
 
 
+@usual_promotion
 def _backward(plan: Plan, saved: tuple[Operands, Output], cotangents: Output) -> tuple[Operands]:
     x, out = saved
     tier = dispatch.TIERS[plan.backward]

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .promotion import usual_promotion
 from .spans import EVERYTHING, HIGH, LOW, NO_PROMISE, Range, Span, Tiles, intersect, lib, shift, unite
 
 _T = TypeVar("_T")
@@ -72,6 +73,7 @@ class Mask:
     def __or__(self, other: Mask) -> Mask:
         return Or(self, _a_mask(other))
 
+    @usual_promotion
     def dense(self, q_len: int, kv_len: int, q_offset: Any = 0) -> jax.Array:
         """The mask as a boolean array [B or 1, N or 1, q_len, kv_len] (for tests, pictures and plain attention)."""
         from .kernels.xla import dense_mask  # the dense spans live beside the plain definition

@@ -41,6 +41,11 @@ class Problem:
     backward: Literal["auto", "deterministic", "fast"]
 
     @property
+    def narrow(self) -> bool:
+        """Whether a window bounds the keys that a query sees, however many there are."""
+        return "Window" in self.mask
+
+    @property
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.num_q_heads // self.num_kv_heads

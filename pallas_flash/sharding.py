@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import masks
 from .problem import Gradients, Operands, Output, Problem
+from .promotion import usual_promotion
 
 _ROWS: Any = "b.n."  # labels stand where arrays do
 _STATS: Any = "bn."
@@ -83,6 +84,7 @@ def by_batch_and_heads(run: Callable[..., Any], p: Problem, args: tuple, labels:
         def sharding(labels):
             return NamedSharding(mesh, PartitionSpec(*(axes.get(label) or None for label in labels)))
 
+        @usual_promotion  # traced when XLA compiles, long after the call
         def on_each_device(*arrays):
             parts = jax.tree.leaves(run(local, *jax.tree.unflatten(tree, arrays[constants:])))
             summed = (_sum(part, labels, axes) for part, labels in zip(parts, out_strings, strict=True))

@@ -214,6 +214,33 @@ def test_sharded_sequence_is_right():
     close(jax.jit(lambda *a: (attend(*a), *grads(attend, *a)))(*placed), (plain(Q, K, V), *grads(plain, Q, K, V)))
 
 
+@pytest.mark.parametrize("tier", ["triton", "xla", "xla_chunked"])
+def test_callers_may_forbid_promotion(tier):
+    """jax_numpy_rank_promotion="raise" and jax_numpy_dtype_promotion="strict" are for finding mistakes in a model."""
+    q, k, v = (a.astype(jnp.bfloat16) for a in (Q, K, V))
+    bias = jnp.ones((1, 1, 20, 20))
+    options = {
+        "mask": pf.Causal() | pf.Prefix(jnp.array([3, 4])),
+        "key_value_seq_lengths": jnp.array([20, 7]),
+        "q_segment_ids": jnp.zeros((2, 20), jnp.int32),
+        "scale": jnp.float32(0.3),
+        "logits_soft_cap": 3.0,
+    }
+    place = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
+
+    def f(q, k, v):
+        return attend(q, k, v, bias, tier=tier, **options)
+
+    def both(*a):
+        return jax.jit(lambda *a: [x.astype(jnp.float32) for x in (f(*a), *grads(f, *a))])(*a)
+
+    want = both(q, k, v)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        options["mask"].dense(20, 20)
+        got = both(*(jax.device_put(a, place) for a in (q, k, v)))
+    close(got, want, atol=0.02)
+
+
 def test_fused_projection_slices():
     """BR-77."""
     fused = jnp.stack([Q, Q + 1, Q - 1], axis=2)

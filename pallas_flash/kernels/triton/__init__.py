@@ -53,13 +53,11 @@ def outrun(problem: Problem) -> list[str]:
     """Why plain XLA would be faster than this tier, from measurements on an H200; empty if it would not.
 
     A program walks all the keys of its tile of queries, so few programs on many keys leave the GPU idle. XLA splits
-    the keys too, and its scores are few then. Elsewhere no size was found where it is ahead (docs/performance.md:
-    lengths 16 to 512, 16 to 4096 rows of batch x heads).
+    the keys too, and its scores are few then. Elsewhere no size was found where it is ahead (docs/performance.md).
     """
     rows = problem.batch * problem.num_q_heads
-    if problem.q_len > 64 or problem.kv_len < 2048 or rows > (64 if problem.q_len <= 16 else 16):
-        return []
-    if "Window" in problem.mask:  # its keys are few
+    most_rows = min(problem.kv_len // 128, 64 if problem.q_len <= 16 else 16)
+    if problem.q_len > 64 or problem.kv_len < 2048 or rows > most_rows or problem.narrow:
         return []
     return [
         f"{problem.q_len} queries in {rows} rows of batch x heads on {problem.kv_len} keys keep too few programs busy: "

@@ -73,9 +73,13 @@ def choose(problem: Problem, kernel: str, device: Device) -> Tile:
     wide = problem.dtype == "float32"
     table = (_TILES_FLOAT32 if wide else _TILES)[kernel]
     tile = table[next((d for d in table if dim <= d), 512)]
+    walked = 0 if problem.narrow else problem.q_len if kernel == "dkv" else problem.kv_len
     if kernel == "dkv" and 64 < dim <= 128 and problem.group > 1 and not wide:
         tile = Tile(64, 128, 8, 3)  # the loop over the group costs the other tile 376 bytes of spills
-    walked = problem.q_len if kernel == "dkv" else problem.kv_len
+    if kernel == "forward" and dim == 128 and walked > 8192 and not wide:
+        # Larger tiles read less through L2 and draw less power, which is what limits a long run.
+        plain = problem.mask == "no mask" and problem.soft_cap is None and problem.bias_shape is None
+        tile = Tile(256, 64, 16, 3) if plain else Tile(128, 64, 8, 3, registers=True)
     if kernel == "dbias" or (kernel != "dq" and walked <= 2048):
         # Too few steps to earn the way there: 278 instead of 293 TFLOP/s at 1k.
         tile = dataclasses.replace(tile, registers=False)

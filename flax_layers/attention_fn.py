@@ -92,10 +92,11 @@ def make_attention_fn(**defaults: Any) -> Callable[..., jax.Array]:
     ) -> jax.Array:
         """Flash attention with the arguments of Flax's ``dot_product_attention``.
 
-        Statistics are always float32, so ``force_fp32_for_softmax`` changes nothing.  Active dropout, sowing of the
-        weights and custom einsums take Flax's own unfused function, quadratic in memory, with one warning.  In a
-        decode step (one query, several keys, a mask array) causal masking and windows count from the newest key that
-        the mask allows, unless ``q_offset`` or ``causal_alignment`` says otherwise.
+        Statistics are always float32, so ``force_fp32_for_softmax`` changes nothing.  Dropout happens in the kernel
+        and drops the weights that Flax drops for the same key.  Sowing of the weights and custom einsums take Flax's
+        own unfused function, quadratic in memory, with one warning.  In a decode step (one query, several keys, a
+        mask array) causal masking and windows count from the newest key that the mask allows, unless ``q_offset`` or
+        ``causal_alignment`` says otherwise.
 
         Args:
           query: [*batch, T, N, D], any number of batch dimensions, none included.
@@ -140,11 +141,13 @@ def make_attention_fn(**defaults: Any) -> Callable[..., jax.Array]:
             "attn_weights_value_einsum": attn_weights_value_einsum,
         }
         reasons = {
-            "dropout": dropping,
             "sowing of the attention weights": module is not None,
             "a custom einsum": any(einsum is not None for einsum in einsums.values()),
         }
         if not any(reasons.values()):
+            if dropping:
+                merged |= {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
+                merged["broadcast_dropout"] = broadcast_dropout
             return pallas_flash.flash_attention(query, key, value, bias, mask, precision=precision, **merged)
         stock: Callable[..., jax.Array] = nnx.dot_product_attention
         if isinstance(module, linen.Module) or force_fp32_for_softmax or reasons["a custom einsum"]:
@@ -202,7 +205,7 @@ def _unfused(
         cannot.append(f"implementation={named!r}")
     if cannot:
         raise NotImplementedError(
-            f"{', '.join(cannot)} cannot be honoured by the unfused attention that dropout, sow_weights and custom "
+            f"{', '.join(cannot)} cannot be honoured by the unfused attention that sow_weights and custom "
             "einsums need; leave it out, or switch those off"
         )
     _warn_unfused(reason)

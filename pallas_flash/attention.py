@@ -73,7 +73,13 @@ def flash_attention(
       q_segment_ids, kv_segment_ids: int [B, T] and [B, S]; equal ids see each other, a negative id is padding.
         ``q_segment_ids`` alone serves both sides when T == S.
       logits_soft_cap: ``cap * tanh(logits / cap)``, before the bias.
-      sinks, alibi_slopes, score, dropout_rate, dropout_rng, broadcast_dropout: not there yet.
+      sinks: float [N] or [N, n]: logits of keys without a value, which only take their share of each head's softmax
+        (gpt-oss).  The lse includes them; a row that sees no key has theirs.  Differentiable.
+      dropout_rate: of the weights; each that stays is divided by ``1 - dropout_rate``.  A number.
+      dropout_rng: a random key; the weights kept are ``jax.random.bernoulli(key, 1 - rate, [*batch, N, T, S])`` on
+        every implementation (for a threefry key), also when recomputed, sharded or batched by vmap.
+      broadcast_dropout: drop the same weights in all batch rows and heads, as Flax does by default.
+      alibi_slopes, score: not there yet.
       precision: of the products of float32 inputs: None or "default" (TF32 on a GPU, as XLA does) or "highest".
       backward: ``"auto"``, ``"deterministic"`` or ``"fast"``; the triton tier's is always deterministic.
       return_lse: also return the natural-log normaliser of each row, float32 [B, N, T], differentiable.
@@ -95,7 +101,7 @@ def flash_attention(
     >>> bool(jnp.allclose(flash_attention(q, k, v), jax.nn.dot_product_attention(q, k, v), atol=1e-5))
     True
     """
-    _refuse_future(sinks, alibi_slopes, score, dropout_rate)
+    _refuse_future(alibi_slopes, score)
     problem, x, batch_dims = describe(
         query,
         key,
@@ -112,10 +118,15 @@ def flash_attention(
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
         logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
         precision=precision,
         backward=backward,
     )
-    out = run(dispatch.select(problem, implementation), x)
+    plan = dispatch.select(problem, implementation)
+    out = sharding.on_auto_axes(functools.partial(run, plan), x)
     o, lse = (a.reshape(*batch_dims, *a.shape[1:]) for a in (out.o, out.lse))
     results = [o]
     if return_residual:
@@ -137,15 +148,20 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
     xla
     """
     implementation = options.pop("implementation", None)
-    static, arrays = _problem_options(options)
+    given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **_problem_options(options)}
+    shapes = {name: x for name, x in given.items() if any(map(_is_shape, jax.tree.leaves(x)))}
     plans = []
 
-    def trace(query, key, value, bias, mask, arrays):
-        problem, _, _ = describe(query, key, value, bias, mask, **static, **arrays)
+    def trace(shapes):
+        problem, _, _ = describe(**{**given, **shapes})
         plans.append(dispatch.select(problem, implementation))
 
-    jax.eval_shape(trace, query, key, value, bias, mask, arrays)
+    jax.eval_shape(trace, shapes)
     return plans[0]
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
 
 
 @usual_promotion
@@ -160,24 +176,21 @@ def dense_mask(query: Any, key: Any, mask: Any = None, **options: Any) -> jax.Ar
     >>> dense_mask(x, x, is_causal=True)[0, 0].tolist()
     [[True, False], [True, True]]
     """
-    static, arrays = _problem_options(options)
-    problem, x, batch_dims = describe(query, key, key, None, mask, **static, **arrays)
-    allowed = x.mask.dense(problem.q_len, problem.kv_len, offset_of(problem, x))
+    problem, x, batch_dims = describe(query, key, key, None, mask, **_problem_options(options))
+    sizes = {"batch": problem.batch, "heads": problem.num_q_heads}
+    allowed = x.mask.dense(problem.q_len, problem.kv_len, offset_of(problem, x), **sizes)
     outer = (1,) * len(batch_dims) if allowed.shape[0] == 1 else batch_dims
     return allowed.reshape(*outer, *allowed.shape[1:])
 
 
-def _problem_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments of ``flash_attention`` as those of ``describe``: constants, and arrays to trace."""
+def _problem_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of ``flash_attention`` as those of ``describe``."""
     signature = inspect.signature(flash_attention).parameters
     if unknown := options.keys() - signature.keys():
         raise TypeError(f"unknown arguments: {', '.join(sorted(unknown))}")
-    future = (options.get(name) for name in ("sinks", "alibi_slopes", "score", "dropout_rate"))
-    _refuse_future(*future)
+    _refuse_future(options.get("alibi_slopes"), options.get("score"))
     wanted = [name for name in inspect.signature(describe).parameters if name not in ("query", "key", "value", "bias")]
-    given = {name: options.get(name, signature[name].default) for name in wanted if name != "mask"}
-    arrays = {n: x for n, x in given.items() if isinstance(x, (jax.Array, jax.ShapeDtypeStruct))}
-    return {n: x for n, x in given.items() if n not in arrays}, arrays
+    return {name: options.get(name, signature[name].default) for name in wanted if name != "mask"}
 
 
 def run(plan: Plan, x: Operands) -> Output:
@@ -186,17 +199,31 @@ def run(plan: Plan, x: Operands) -> Output:
     if p.is_empty:
         wide = jnp.promote_types(p.dtype, jnp.float32)
         o = jnp.zeros((p.batch, p.q_len, p.num_q_heads, p.v_head_dim), p.dtype)
-        return Output(o, jnp.full((p.batch, p.num_q_heads, p.q_len), -jnp.inf, wide))
+        lse = jnp.full((1, 1, 1), -jnp.inf) if x.sinks is None else x.sinks[None, :, None]
+        return Output(o, jnp.broadcast_to(lse, (p.batch, p.num_q_heads, p.q_len)).astype(wide))
     if plan.forward == "xla":
         return xla.attend(p, x)
     if plan.forward == "xla_chunked":
         return xla.attend_chunked(p, x)
+    x = sharding.equally_varying(x)
+    if plan.device.interpret and jax.typeof(x.q).manual_axis_type.varying:
+        raise NotImplementedError(
+            "interpreted kernels cannot run under jax.shard_map(check_vma=True), because Pallas' interpreter cannot: "
+            "give it check_vma=False (compiled ones can)"
+        )
     try:
         return _kernels(plan, x)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
         raise NotImplementedError(_NO_FORWARD_MODE) from error
+    except ValueError as error:
+        if "captures constants" not in str(error):
+            raise
+        raise ValueError(
+            f"a mask of this call ({p.mask}) uses an array that is not among its fields, which a kernel cannot reach: "
+            "make it a field of the mask"
+        ) from error
 
 
 _NO_FORWARD_MODE = (
@@ -245,7 +272,8 @@ def _backward(plan: Plan, saved: tuple[Operands, Output], cotangents: Output) ->
 
     g = _once_differentiable(everywhere)(x, out, cotangents)
     dscale = None if x.scale is None or g.dscale is None else g.dscale.astype(x.scale.dtype)
-    return (Operands(g.dq, g.dk, g.dv, g.dbias, mask=None, q_offset=None, scale=dscale),)  # type: ignore[arg-type]
+    none: Any = None
+    return (Operands(g.dq, g.dk, g.dv, g.dbias, none, none, dscale, g.dsinks, none),)
 
 
 _kernels.defvjp(_forward, _backward)
@@ -262,13 +290,7 @@ def _once_differentiable(function: Any) -> Any:
     return guarded
 
 
-def _refuse_future(sinks: Any, alibi_slopes: Any, score: Any, dropout_rate: Any) -> None:
-    dropout_rate = 0.0 if dropout_rate is None else dropout_rate
-    given = {"sinks": sinks, "alibi_slopes": alibi_slopes, "score": score}
-    for name, value in given.items():
+def _refuse_future(alibi_slopes: Any, score: Any) -> None:
+    for name, value in {"alibi_slopes": alibi_slopes, "score": score}.items():
         if value is not None:
             raise NotImplementedError(f"{name}= is not implemented yet; leave it None")
-    if isinstance(dropout_rate, (int, float)) and not 0.0 <= dropout_rate < 1.0:
-        raise ValueError(f"dropout_rate must be in [0, 1); got {dropout_rate}")
-    if not isinstance(dropout_rate, (int, float)) or dropout_rate > 0.0:
-        raise NotImplementedError(f"dropout_rate={dropout_rate}: dropout is not implemented yet; leave it 0.0")

@@ -73,6 +73,8 @@ def select(problem: Problem, implementation: Implementation) -> Plan:
 
 def refuse(name: str, problem: Problem, device: Device, *, chosen_freely: bool = False) -> list[str]:
     """Why an implementation would not run a problem; empty if it would."""
+    if name in TIERS and problem.is_empty and chosen_freely:
+        return ["there is nothing to compute"]
     if name in TIERS and not problem.is_empty:
         reasons = TIERS[name].unsupported(problem, device)
         if reasons or not chosen_freely:
@@ -84,6 +86,8 @@ def refuse(name: str, problem: Problem, device: Device, *, chosen_freely: bool =
 def _order(named: Implementation) -> tuple[str, ...]:
     if named is None:
         return (*TIERS, "xla")
+    if not isinstance(named, (str, Sequence)):
+        raise ValueError(f"implementation must be None, a name or a sequence of names; got {named!r}")
     names = (named,) if isinstance(named, str) else tuple(named)
     for name in names:
         if name not in NAMES:

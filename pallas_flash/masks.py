@@ -14,6 +14,7 @@ Arrays in a mask have the batch (or 1) as their first axis.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -74,11 +75,30 @@ class Mask:
         return Or(self, _a_mask(other))
 
     @usual_promotion
-    def dense(self, q_len: int, kv_len: int, q_offset: Any = 0) -> jax.Array:
-        """The mask as a boolean array [B or 1, N or 1, q_len, kv_len] (for tests, pictures and plain attention)."""
+    def dense(self, q_len: int, kv_len: int, q_offset: Any = 0, *, batch: int = 1, heads: int = 1) -> jax.Array:
+        """The mask as a boolean array [B or 1, N or 1, q_len, kv_len] (for tests, pictures and plain attention).
+
+        ``batch`` and ``heads`` matter to masks that ask for them without holding arrays of that size.
+        """
         from .kernels.xla import dense_mask  # the dense spans live beside the plain definition
 
-        return dense_mask(self, q_len, kv_len, q_offset)
+        batch = max([batch] + [leaf.shape[0] for leaf in jax.tree.leaves(self) if jnp.ndim(leaf) in (1, 2, 4)])
+        return dense_mask(self, batch, heads, q_len, kv_len, q_offset)
+
+
+def pairs_allowed(m: Mask, q: Span, kv: Span) -> jax.Array:
+    """What a mask allows of a tile.
+
+    Raises:
+      TypeError: its ``allows`` returns anything but booleans.
+    """
+    allowed = jnp.asarray(m.allows(q, kv))
+    if allowed.dtype != jnp.bool_:
+        raise TypeError(
+            f"{type(m).__name__}.allows must return booleans (True = attend), got {allowed.dtype}; an additive mask "
+            "goes in as bias="
+        )
+    return allowed
 
 
 def _a_mask(other: Any) -> Mask:
@@ -157,6 +177,16 @@ class Window(Mask):
 
     left: int | None = static(default=None)
     right: int | None = static(default=None)
+
+    def __post_init__(self):
+        for name in ("left", "right"):
+            side = getattr(self, name)
+            try:
+                side = None if side is None else operator.index(side)
+            except TypeError:
+                raise ValueError(f"{name} of mask Window must be an int or None; got {side!r}") from None
+            # Nothing is farther away than this; keeps position arithmetic inside int32.
+            object.__setattr__(self, name, None if side is None else max(-(2**29), min(side, 2**29)))
 
     def allows(self, q, kv):
         allowed = jnp.full((1, 1), True)

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .masks import And, Causal, Dense, Lengths, Mask, Or, Segments, Window, all_of
+from . import dropout
+from .masks import And, Causal, Dense, Lengths, Mask, Or, Prefix, Segments, Window, all_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Problem:
     q_offset: int | None
     bias_shape: tuple[int, int, int, int] | None
     bias_dtype: str | None
+    sinks: bool
+    dropout_rate: float
     mask: str
     precision: Literal["default", "highest"]
     backward: Literal["auto", "deterministic", "fast"]
@@ -52,9 +55,8 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """No score exists: some output axis, or the keys, have size 0."""
-        sizes = (self.batch, self.q_len, self.kv_len, self.num_q_heads, self.head_dim, self.v_head_dim)
-        return 0 in sizes
+        """No score exists."""
+        return 0 in (self.batch, self.q_len, self.kv_len, self.num_q_heads)
 
     def __str__(self) -> str:
         heads = f"{self.num_q_heads}" + ("" if self.group == 1 else f"/{self.num_kv_heads}") + " heads"
@@ -65,6 +67,10 @@ class Problem:
             extras.append(f"bias {list(self.bias_shape)} {self.bias_dtype}")
         if self.soft_cap is not None:
             extras.append(f"soft cap {self.soft_cap:g}")
+        if self.sinks:
+            extras.append("sinks")
+        if self.dropout_rate:
+            extras.append(f"dropout {self.dropout_rate:g}")
         return f"{self.dtype}, batch {self.batch}, {lengths}, {heads}, {dims}, " + ", ".join(extras)
 
 
@@ -78,6 +84,8 @@ class Operands(NamedTuple):
     mask: Mask
     q_offset: jax.Array | None  # int32 [B or 1]; None when static
     scale: jax.Array | None  # float32 [1]; None when static
+    sinks: jax.Array | None  # float32 [N], of each head the log of the summed exponentials of its sinks
+    dropout: jax.Array | None  # uint32 [B or 1, N or 1, 4], see dropout.counters
 
 
 class Output(NamedTuple):
@@ -98,6 +106,7 @@ class Gradients(NamedTuple):
     dv: jax.Array
     dbias: jax.Array | None
     dscale: jax.Array | None
+    dsinks: jax.Array | None
 
 
 def offset_of(problem: Problem, x: Operands) -> Any:
@@ -127,6 +136,10 @@ def describe(
     q_segment_ids: Any,
     kv_segment_ids: Any,
     logits_soft_cap: Any,
+    sinks: Any,
+    dropout_rate: Any,
+    dropout_rng: Any,
+    broadcast_dropout: bool,
     precision: Any,
     backward: str,
 ) -> tuple[Problem, Operands, tuple[int, ...]]:
@@ -137,7 +150,7 @@ def describe(
     Raises:
       ValueError: a malformed argument; the text names it, its value or shape, and the rule.
     """
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    query, key, value = _array("query", query), _array("key", key), _array("value", value)
     batch_dims = _check_arrays(query, key, value)
     nb = len(batch_dims)
     batch = math.prod(batch_dims)
@@ -154,6 +167,8 @@ def describe(
         masks.append(Lengths(_clip(q_lengths, q_len), _clip(kv_lengths, kv_len)))
     masks += _segments(q_segment_ids, kv_segment_ids, batch_dims, q_len, kv_len)
     target = (batch_dims, num_q_heads, q_len, kv_len)
+    if isinstance(mask, type) and issubclass(mask, Mask):
+        raise ValueError(f"mask is the class {mask.__name__}; give an instance, {mask.__name__}(...)")
     if isinstance(mask, Mask):
         masks.append(_own_arrays(mask, batch, num_q_heads, q_len, kv_len))
     elif mask is not None:
@@ -170,8 +185,13 @@ def describe(
             raise ValueError(f"bias must be a float array, got {bias.dtype}; a boolean mask goes in as mask=")
 
     static_offset, offset_array = _offset(q_offset, causal_alignment, batch_dims, q_len, kv_len, q_lengths, kv_lengths)
-    static_scale, scale_array = _scale(scale, head_dim)
+    static_scale, scale_array = _scale(scale, head_dim, query.dtype)
     combined = all_of(masks)
+    log_sinks = _sinks(sinks, num_q_heads)
+    rate = _dropout_rate(dropout_rate, dropout_rng)
+    counters = None
+    if rate:
+        counters = dropout.counters(_key(dropout_rng), batch, num_q_heads, q_len, kv_len, broadcast_dropout)
     problem = Problem(
         batch=batch,
         q_len=q_len,
@@ -186,12 +206,15 @@ def describe(
         q_offset=static_offset,
         bias_shape=None if bias is None else bias.shape,
         bias_dtype=None if bias is None else str(bias.dtype),
+        sinks=log_sinks is not None,
+        dropout_rate=rate,
         mask=" & ".join(_name(m) for m in masks) or "no mask",
         precision=_precision(precision),
         backward=_one_of("backward", backward, ("auto", "deterministic", "fast")),
     )
     query, key, value = (x.reshape(batch, *x.shape[nb:]) for x in (query, key, value))
-    return problem, Operands(query, key, value, bias, combined, offset_array, scale_array), batch_dims
+    x = Operands(query, key, value, bias, combined, offset_array, scale_array, log_sinks, counters)
+    return problem, x, batch_dims
 
 
 def _check_arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
@@ -228,7 +251,7 @@ def _check_arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[i
 
 def _pairwise(name: str, x: Any, batch_dims: tuple[int, ...], heads: int, q_len: int, kv_len: int) -> jax.Array:
     """An array that broadcasts to [batch dims, N, T, S], as [B or 1, N or 1, T or 1, S or 1]."""
-    x = jnp.asarray(x)
+    x = _array(name, x)
     target = (*batch_dims, heads, q_len, kv_len)
     rank = max(4, len(target))
     full = (1,) * (rank - len(target)) + target
@@ -245,8 +268,25 @@ def _pairwise(name: str, x: Any, batch_dims: tuple[int, ...], heads: int, q_len:
     return x.reshape(math.prod(full[:-3]), *x.shape[-3:])
 
 
+def _array(name: str, x: Any) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be an array; got {type(x).__name__} {x!r:.80}") from None
+
+
 def _int_array(name: str, x: Any) -> jax.Array:
-    x = jnp.asarray(x)
+    if (
+        isinstance(x, np.ndarray)
+        and x.dtype.kind in "iu"
+        and x.size
+        and x.dtype != jax.dtypes.canonicalize_dtype(x.dtype)
+    ):
+        # JAX without x64 mode would cut them off without a word.
+        bounds = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
+        if x.min() < bounds.min or x.max() > bounds.max:
+            raise ValueError(f"{name} holds numbers beyond {bounds.dtype}, which JAX keeps only in x64 mode")
+    x = _array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be an integer array, got {x.dtype}")
     return x
@@ -263,7 +303,13 @@ def _lengths(name: str, x: Any, batch_dims: tuple[int, ...]) -> jax.Array | None
 
 
 def _clip(lengths: jax.Array | None, size: int) -> jax.Array | None:
-    return None if lengths is None else jnp.clip(lengths, 0, size).astype(jnp.int32)
+    return None if lengths is None else _bounded(lengths, 0, size)
+
+
+def _bounded(x: jax.Array, low: int, high: int) -> jax.Array:
+    """Integers as int32 within bounds, clipped in a dtype that holds both them and the bounds."""
+    x = x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+    return jnp.clip(x, max(low, jnp.iinfo(x.dtype).min), high).astype(jnp.int32)
 
 
 def _window(size: Any) -> list[Mask]:
@@ -303,13 +349,28 @@ def _segments(q_ids: Any, kv_ids: Any, batch_dims: tuple[int, ...], q_len: int, 
         wanted = (*batch_dims, length)
         if x.shape != wanted:
             raise ValueError(f"{name} must have shape [batch, length] = {list(wanted)}; got {x.shape}")
-        return x.astype(jnp.int32).reshape(-1, length)
+        return x.reshape(-1, length)
 
-    return [Segments(ids("q_segment_ids", q_ids, q_len), ids("kv_segment_ids", kv_ids, kv_len))]
+    return [Segments(*_narrow(ids("q_segment_ids", q_ids, q_len), ids("kv_segment_ids", kv_ids, kv_len)))]
+
+
+def _narrow(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Segment ids as int32; ids that may not fit become their rank among those of their batch row."""
+    if all(x.dtype.itemsize < 4 or x.dtype == jnp.int32 for x in (q_ids, kv_ids)):
+        return q_ids.astype(jnp.int32), kv_ids.astype(jnp.int32)
+    rows = max(q_ids.shape[0], kv_ids.shape[0])
+    both = jnp.concatenate([jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q_ids, kv_ids)], axis=1)
+    rank = jax.vmap(lambda row: jnp.searchsorted(jnp.sort(row), row, method="sort"))(both)
+    rank = jnp.where(both < 0, -1, rank.astype(jnp.int32))
+    return rank[:, : q_ids.shape[1]], rank[:, q_ids.shape[1] :]
 
 
 def _own_arrays(m: Mask, batch: int, heads: int, q_len: int, kv_len: int) -> Mask:
     """A mask object with its arrays as arrays whose first axis is 1 or the batch, and of the sizes of the call."""
+    if not isinstance(m, Mask):
+        raise ValueError(f"& and | combine masks; an array goes in as Dense(array), got {type(m).__name__}")
+    if any(leaf is m for leaf in jax.tree.leaves(m)):
+        raise ValueError(f"mask {_name(m)} is no pytree: decorate its class with @pallas_flash.mask")
     if isinstance(m, And | Or):
         return type(m)(*(_own_arrays(part, batch, heads, q_len, kv_len) for part in (m.a, m.b)))
     if isinstance(m, Dense):
@@ -318,11 +379,22 @@ def _own_arrays(m: Mask, batch: int, heads: int, q_len: int, kv_len: int) -> Mas
             raise ValueError(f"the array of mask Dense must be boolean (True = attend), got {array.dtype}")
         return Dense(array)
     if isinstance(m, Segments):
-        for name, ids, length in (("q_ids", m.q_ids, q_len), ("kv_ids", m.kv_ids, kv_len)):
-            if jnp.ndim(ids) != 2 or ids.shape[1] != length:
-                raise ValueError(
-                    f"{name} of mask Segments must have shape [batch or 1, {length}]; got {jnp.shape(ids)}"
-                )
+        ids = []
+        for name, given, length in (("q_ids", m.q_ids, q_len), ("kv_ids", m.kv_ids, kv_len)):
+            ids.append(_int_array(f"{name} of mask Segments", given))
+            if ids[-1].ndim != 2 or ids[-1].shape[1] != length:
+                shape = ids[-1].shape
+                raise ValueError(f"{name} of mask Segments must have shape [batch or 1, {length}]; got {shape}")
+        m = Segments(*_narrow(*ids))
+    if isinstance(m, Lengths | Prefix):
+        for field in dataclasses.fields(m):
+            if (lengths := getattr(m, field.name)) is None and isinstance(m, Lengths):
+                continue
+            name = f"{field.name} of mask {_name(m)}"
+            lengths = _bounded(_int_array(name, lengths), -(2**29), 2**29)
+            if lengths.ndim > 1:
+                raise ValueError(f"{name} must have shape [batch or 1]; got {lengths.shape}")
+            m = dataclasses.replace(m, **{field.name: lengths})
 
     def leaf(path, x):
         x = jnp.asarray(x)
@@ -354,9 +426,9 @@ def _offset(
             )
         if q_lengths is None and kv_lengths is None:
             return kv_len - q_len, None
-        last_q = jnp.full((1,), q_len) if q_lengths is None else jnp.clip(q_lengths, 0, q_len)
-        last_kv = jnp.full((1,), kv_len) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_len)
-        return None, (last_kv - last_q).astype(jnp.int32)
+        last_q, last_kv = _clip(q_lengths, q_len), _clip(kv_lengths, kv_len)
+        last_q = jnp.full((1,), q_len, jnp.int32) if last_q is None else last_q
+        return None, (kv_len if last_kv is None else last_kv) - last_q
     if q_offset is None:
         return 0, None
     if isinstance(q_offset, (int, np.integer)) and not isinstance(q_offset, bool):
@@ -366,19 +438,19 @@ def _offset(
     q_offset = _int_array("q_offset", q_offset)
     if q_offset.ndim and q_offset.shape not in (batch_dims, (1,)):
         raise ValueError(f"q_offset must be an int or have shape {list(batch_dims)}; got shape {q_offset.shape}")
-    return None, q_offset.astype(jnp.int32).reshape(-1)
+    # No token is farther away; keeps position arithmetic inside int32.
+    return None, _bounded(q_offset, -(2**29), 2**29).reshape(-1)
 
 
-def _scale(scale: Any, head_dim: int) -> tuple[float | None, jax.Array | None]:
+def _scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float | None, jax.Array | None]:
     if scale is None:
         return (1.0 / math.sqrt(head_dim) if head_dim else 1.0), None
     if isinstance(scale, (int, float, np.number)):
         return float(scale), None
-    scale = jnp.asarray(scale)
+    scale = _array("scale", scale)
     if scale.size != 1 or jnp.issubdtype(scale.dtype, jnp.complexfloating):
         raise ValueError(f"scale must be a real scalar; got {scale.dtype} of shape {scale.shape}")
-    wide = jnp.float64 if scale.dtype == jnp.float64 else jnp.float32
-    return None, scale.astype(wide).reshape(1)
+    return None, scale.astype(jnp.promote_types(dtype, jnp.float32)).reshape(1)
 
 
 def _soft_cap(cap: Any) -> float | None:
@@ -389,9 +461,46 @@ def _soft_cap(cap: Any) -> float | None:
     return float(cap)
 
 
+def _sinks(sinks: Any, heads: int) -> jax.Array | None:
+    if sinks is None:
+        return None
+    sinks = jnp.asarray(sinks)
+    if not jnp.issubdtype(sinks.dtype, jnp.floating) or sinks.ndim not in (1, 2) or sinks.shape[0] != heads:
+        raise ValueError(
+            f"sinks must be a float array [heads] or [heads, number], heads = {heads}; got {sinks.dtype} of shape "
+            f"{sinks.shape}"
+        )
+    wide = sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32))
+    # The denominator sees their sum only.
+    return wide if sinks.ndim == 1 else jax.nn.logsumexp(wide, axis=-1)
+
+
+def _dropout_rate(rate: Any, rng: Any) -> float:
+    if not isinstance(rate, (int, float, np.number)):
+        raise ValueError(f"dropout_rate must be a number known at trace time; got {rate!r}")
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate must be in [0, 1); got {rate}")
+    if rate and rng is None:
+        raise ValueError(f"dropout_rate={rate} needs dropout_rng, a random key; none was given")
+    return float(rate)
+
+
+def _key(rng: Any) -> jax.Array:
+    rng = jnp.asarray(rng)
+    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    if not (typed and rng.ndim == 0) and not (rng.dtype == jnp.uint32 and rng.ndim == 1 and rng.size >= 2):
+        raise ValueError(
+            f"dropout_rng must be one random key, jax.random.key(...) or jax.random.PRNGKey(...); got {rng.dtype} of "
+            f"shape {rng.shape}"
+        )
+    return rng
+
+
 def _precision(precision: Any) -> Literal["default", "highest"]:
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        if isinstance(precision, str) and "_" in precision:
+            precision = None  # a preset of an algorithm, meant for other products
     if isinstance(precision, tuple):
         precision = precision[0] if len(set(precision)) == 1 else precision
     names = {None: "default", "float32": "highest", "fastest": "default", "tensorfloat32": "default"}

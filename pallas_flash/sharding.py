@@ -18,7 +18,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from . import masks
 from .problem import Gradients, Operands, Output, Problem
@@ -38,7 +38,11 @@ def operand_labels(x: Operands) -> Operands:
     bias, offset = (None if a is None else label(a) for a in (x.bias, x.q_offset))
     scale: Any = None if x.scale is None else "."
     kv: Any = "b.k."
-    return Operands(_ROWS, kv, kv, bias, jax.tree.map(label, x.mask), offset, scale)
+    sinks: Any = None if x.sinks is None else "n"
+    dropout: Any = None
+    if x.dropout is not None:
+        dropout = "".join(axis if size > 1 else "." for axis, size in zip("bn", x.dropout.shape[:2], strict=True)) + "."
+    return Operands(_ROWS, kv, kv, bias, jax.tree.map(label, x.mask), offset, scale, sinks, dropout)
 
 
 def output_labels(out: Output) -> Output:
@@ -48,7 +52,7 @@ def output_labels(out: Output) -> Output:
 
 def _result_labels(result: Any, x: Operands) -> Any:
     """Labels of what a tier returns, an output or gradients, from the labels of the operands."""
-    return output_labels(result) if isinstance(result, Output) else Gradients(x.q, x.k, x.v, x.bias, x.scale)
+    return output_labels(result) if isinstance(result, Output) else Gradients(x.q, x.k, x.v, x.bias, x.scale, x.sinks)
 
 
 def by_batch_and_heads(run: Callable[..., Any], p: Problem, args: tuple, labels: tuple) -> Any:
@@ -86,7 +90,8 @@ def by_batch_and_heads(run: Callable[..., Any], p: Problem, args: tuple, labels:
 
         @usual_promotion  # traced when XLA compiles, long after the call
         def on_each_device(*arrays):
-            parts = jax.tree.leaves(run(local, *jax.tree.unflatten(tree, arrays[constants:])))
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # each device is by itself
+                parts = jax.tree.leaves(run(local, *jax.tree.unflatten(tree, arrays[constants:])))
             summed = (_sum(part, labels, axes) for part, labels in zip(parts, out_strings, strict=True))
             return tuple(summed)
 
@@ -107,6 +112,36 @@ def by_batch_and_heads(run: Callable[..., Any], p: Problem, args: tuple, labels:
         return out, tuple(True for _ in out)
 
     return jax.tree.unflatten(out_tree, call(*program.consts, *leaves))
+
+
+def on_auto_axes(attend: Callable[[Operands], Output], x: Operands) -> Output:
+    """``attend(x)`` where mesh axes of type Explicit count as Auto: the output comes sharded as the queries are."""
+    spread = jax.typeof(x.q).sharding
+    explicit = AxisType.Explicit in getattr(spread.mesh, "axis_types", ())
+    if not explicit:
+        return attend(x)
+    batch, length, heads, _ = (*spread.spec, None, None, None, None)[:4]
+
+    def place(*axes: Any) -> NamedSharding:
+        return NamedSharding(spread.mesh, PartitionSpec(*axes))
+
+    placed: Any = Output(place(batch, length, heads, None), place(batch, heads, length))
+    return jax.sharding.auto_axes(attend, out_sharding=placed)(x)
+
+
+def equally_varying(x: Operands) -> Operands:
+    """Under ``jax.shard_map``: operands that all vary over the mesh axes over which any of them does.
+
+    A kernel takes no others. What a replicated operand's gradient then has to sum over is left to JAX.
+    """
+    axes = [jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(x)]
+    every = frozenset().union(*axes)
+
+    def vary(leaf: Any) -> Any:
+        missing = tuple(every - jax.typeof(leaf).manual_axis_type.varying)
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, x) if every else x
 
 
 def _is_known(mask: masks.Mask) -> bool:

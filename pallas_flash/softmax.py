@@ -38,5 +38,5 @@ def merge(o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax.Array) ->
     def weight(part):
         return jnp.exp(part - finite).swapaxes(-1, -2)[..., None]
 
-    o = weight(lse_a) * o_a.astype(jnp.float32) + weight(lse_b) * o_b.astype(jnp.float32)
+    o = weight(lse_a) * o_a.astype(lse.dtype) + weight(lse_b) * o_b.astype(lse.dtype)
     return o.astype(o_a.dtype), lse

@@ -6,6 +6,7 @@ gradients are written out by hand.
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
 
@@ -39,7 +40,7 @@ def allowed_pairs(batch, heads, q_len, kv_len, o):
 
 
 def oracle(q, k, v, do, dlse, options):
-    """Everything in float64: dict of out, lse, dq, dk, dv and, with a bias, dbias."""
+    """Everything in float64: dict of out, lse, dq, dk, dv and, where given, dbias and dsinks."""
     q, k, v, do, dlse = (np.asarray(a).astype(np.float64) for a in (q, k, v, do, dlse))
     batch, q_len, heads, dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
@@ -58,28 +59,44 @@ def oracle(q, k, v, do, dlse, options):
     if bias is not None:
         s = s + np.asarray(bias).astype(np.float64)
     s = np.where(ok, s, -np.inf)
-    m = s.max(-1, keepdims=True, initial=-np.inf)
+    sinks = np.asarray(options.get("sinks", np.full(heads, -np.inf))).astype(np.float64)
+    sinks = sinks.reshape(heads, -1)[None, :, None, :]
+    m = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sinks.max(-1, keepdims=True))
     m = np.where(np.isneginf(m), 0, m)
     e = np.exp(s - m)
-    total = e.sum(-1, keepdims=True)
+    e_sinks = np.exp(sinks - m)
+    total = e.sum(-1, keepdims=True) + e_sinks.sum(-1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + m)[..., 0]
     p = np.divide(e, total, out=np.zeros_like(e), where=total > 0)
-    out = np.einsum("bnts,bsnd->btnd", p, v_all)
+    kept = kept_weights(s.shape, options)
+    out = np.einsum("bnts,bsnd->btnd", p * kept, v_all)
     dp = np.einsum("btnd,bsnd->bnts", do, v_all)
     delta = np.einsum("btnd,btnd->bnt", do, out) - dlse
-    ds = p * (dp - delta[..., None])
+    ds = p * (kept * dp - delta[..., None])
     raw = ds * slope * scale
     dq = np.einsum("bnts,bsnd->btnd", raw, k_all)
     dk = np.einsum("bnts,btnd->bsnd", raw, q).reshape(batch, kv_len, kv_heads, group, dim).sum(3)
-    dv = np.einsum("bnts,btnd->bsnd", p, do).reshape(batch, kv_len, kv_heads, group, -1).sum(3)
+    dv = np.einsum("bnts,btnd->bsnd", p * kept, do).reshape(batch, kv_len, kv_heads, group, -1).sum(3)
     result = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    if options.get("sinks") is not None:
+        p_sinks = np.divide(e_sinks, total, out=np.zeros_like(e_sinks), where=total > 0)
+        result["dsinks"] = -(p_sinks * delta[..., None]).sum((0, 2)).reshape(np.shape(options["sinks"]))
     if bias is not None:
         shape = np.shape(bias)
         shape = (1,) * (4 - len(shape)) + shape
         shared = tuple(axis for axis in range(4) if shape[axis] == 1)
         result["dbias"] = ds.sum(shared, keepdims=True).reshape(np.shape(bias))
     return result
+
+
+def kept_weights(shape, options):
+    """What dropout multiplies each weight with: the documented draw of jax.random."""
+    rate = options.get("dropout_rate", 0.0)
+    if not rate:
+        return np.ones(shape)
+    drawn = (1, 1, *shape[2:]) if options.get("broadcast_dropout") else shape
+    return np.asarray(jax.random.bernoulli(options["dropout_rng"], 1 - rate, drawn)) / (1 - rate)
 
 
 def error(got, want):

@@ -57,6 +57,10 @@ def _bias(*shape, dtype="float32"):
     return jnp.asarray(np.random.default_rng(1).normal(size=shape), dtype)
 
 
+def _sinks(*shape):
+    return jnp.asarray(np.random.default_rng(2).normal(size=shape) * 2, jnp.float32)
+
+
 @pf.mask
 class Strided(pf.Mask):
     """A user's own mask, without ranges."""
@@ -125,6 +129,24 @@ CASES = [
     Case("bias-queries", options=lambda: {"bias": _bias(1, 2, 65, 1)}),
     Case("bias-scalar", options=lambda: {"bias": _bias(1, 1, 1, 1)}),
     Case("bias-f32-with-bf16", dtype="bfloat16", dim=32, options=lambda: {"bias": _bias(65, 65)}),
+    Case("sinks", heads=4, options=lambda: {"sinks": _sinks(4), "local_window_size": (9, 0)}),
+    Case(
+        "sinks-of-rows-without-keys",
+        options=lambda: {"sinks": _sinks(2, 3), "key_value_seq_lengths": jnp.array([0, 33])},
+    ),
+    Case("dropout", options=lambda: {"dropout_rate": 0.3, "dropout_rng": jax.random.key(5), "is_causal": True}),
+    Case(
+        "dropout-bf16-gqa-bias",
+        heads=6,
+        dtype="bfloat16",
+        dim=32,
+        options=lambda: {
+            "dropout_rate": 0.1,
+            "dropout_rng": jax.random.PRNGKey(6),
+            "broadcast_dropout": True,
+            "bias": _bias(1, 6, 1, 65),
+        },
+    ),
     Case("dim-72", dim=72, q_len=33, kv_len=40, options=lambda: {"is_causal": True}),
     Case("dim-96-v-40", dim=96, v_dim=40, q_len=33, kv_len=40),
     Case("dim-1", dim=1, v_dim=3, q_len=20),
@@ -145,6 +167,9 @@ CASES = [
             "bias": _bias(1, 4, 70, 90),
             "logits_soft_cap": 5.0,
             "scale": 0.5,
+            "sinks": _sinks(4),
+            "dropout_rate": 0.2,
+            "dropout_rng": jax.random.key(7),
         },
     ),
 ]

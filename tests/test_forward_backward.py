@@ -20,16 +20,16 @@ def run(arrays, options, implementation, static):
     """Out, lse and the gradients of an implementation, in one compiled function."""
     q, k, v, do, dlse = arrays
     options = {**options, **dict(static)}
-    bias = options.pop("bias", None)
+    bias, sinks = options.pop("bias", None), options.pop("sinks", None)
 
-    def attention(q, k, v, bias):
-        return pf.flash_attention(q, k, v, bias, implementation=implementation, return_lse=True, **options)
+    def attention(q, k, v, bias, sinks):
+        return pf.flash_attention(q, k, v, bias, sinks=sinks, implementation=implementation, return_lse=True, **options)
 
-    (out, lse), vjp = jax.vjp(attention, q, k, v, bias)
+    (out, lse), vjp = jax.vjp(attention, q, k, v, bias, sinks)
     # A row without keys has lse -inf; its cotangent has nothing to flow to.
-    dq, dk, dv, dbias = vjp((do, dlse.astype(lse.dtype)))
-    result = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-    return result if dbias is None else {**result, "dbias": dbias}
+    dq, dk, dv, dbias, dsinks = vjp((do, dlse.astype(lse.dtype)))
+    result = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
+    return {name: x for name, x in result.items() if x is not None}
 
 
 def split(options):

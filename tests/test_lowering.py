@@ -19,17 +19,17 @@ def lower(function, *arguments, kind="NVIDIA H200"):
 def gradient(case):
     options = case.options()
     options.pop("mask_array", None)
-    bias = options.pop("bias", None)
+    bias, sinks = options.pop("bias", None), options.pop("sinks", None)
 
-    def function(q, k, v, bias, do, dlse):
-        def f(q, k, v, bias):
-            return pf.flash_attention(q, k, v, bias, implementation="triton", return_lse=True, **options)
+    def function(q, k, v, bias, sinks, do, dlse):
+        def f(q, k, v, bias, sinks):
+            return pf.flash_attention(q, k, v, bias, sinks=sinks, implementation="triton", return_lse=True, **options)
 
-        out, vjp = jax.vjp(f, q, k, v, bias)
+        out, vjp = jax.vjp(f, q, k, v, bias, sinks)
         return out, vjp((do, dlse))
 
     q, k, v, do, dlse = case.arrays()
-    return function, (q, k, v, bias, do, dlse)
+    return function, (q, k, v, bias, sinks, do, dlse)
 
 
 @pytest.mark.parametrize("case", [*CASES, *BIG_CASES], ids=str)

@@ -3,6 +3,7 @@
 On a CPU the shapes are drawn from a few, so that each example costs seconds; on a GPU there are more of both.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -45,6 +46,10 @@ def problems(draw, lengths, dims):
             jnp.asarray(rng.normal(size=(1, heads, q_len, draw(st.sampled_from([1, kv_len])))), jnp.float32)
         ),
     }
+    options["sinks"] = sometimes(jnp.asarray(rng.normal(size=(heads, draw(st.integers(1, 2)))), jnp.float32))
+    if draw(st.integers(0, 2)) == 0:
+        options["dropout_rate"], options["dropout_rng"] = 0.3, jax.random.key(draw(st.integers(0, 99)))
+        options["broadcast_dropout"] = draw(st.booleans())
     if draw(st.integers(0, 2)) == 0:
         options["q_segment_ids"] = jnp.asarray(rng.integers(-1, 3, (batch, q_len)))
         options["kv_segment_ids"] = jnp.asarray(rng.integers(-1, 3, (batch, kv_len)))
@@ -115,5 +120,5 @@ def test_the_strategy_draws_every_option():
     collect()
     assert seen >= {
         "is_causal", "causal_alignment", "local_window_size", "query_seq_lengths", "key_value_seq_lengths", "bias",
-        "logits_soft_cap", "scale", "mask", "q_segment_ids", "kv_segment_ids", "q_offset",
+        "logits_soft_cap", "scale", "mask", "q_segment_ids", "kv_segment_ids", "q_offset", "sinks", "dropout_rate",
     }  # fmt: skip

@@ -13,8 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..masks import Mask
+from .. import dropout
+from ..masks import Mask, pairs_allowed
 from ..problem import Operands, Output, Problem, offset_of, scale_of
+from ..softmax import LN2, LOWEST
 from ..spans import Span
 
 
@@ -35,6 +37,8 @@ class DenseSpan(Span):
         return jnp.asarray(values).reshape(-1, 1, 1, 1)
 
     def take_pairs(self, kv: DenseSpan, pairs: Any) -> jax.Array:
+        pairs = jnp.asarray(pairs)
+        pairs = pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
         return pairs if pairs.shape[-2] == 1 else pairs[:, :, self._rows(), :]
 
 
@@ -49,10 +53,9 @@ def spans(batch: int, heads: int, rows: jax.Array, kv_len: int, q_offset: Any) -
     return q, DenseSpan(keys, keys, every_batch, every_head, -1)
 
 
-def dense_mask(mask: Mask, q_len: int, kv_len: int, q_offset: Any) -> jax.Array:
+def dense_mask(mask: Mask, batch: int, heads: int, q_len: int, kv_len: int, q_offset: Any) -> jax.Array:
     """A mask as a boolean array [B or 1, N or 1, q_len, kv_len]."""
-    batch = max([1] + [leaf.shape[0] for leaf in jax.tree.leaves(mask) if jnp.ndim(leaf)])
-    allowed = mask.allows(*spans(batch, 1, jnp.arange(q_len), kv_len, q_offset))
+    allowed = pairs_allowed(mask, *spans(batch, heads, jnp.arange(q_len), kv_len, q_offset))
     allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
     return jnp.broadcast_to(allowed, (*allowed.shape[:2], q_len, kv_len))
 
@@ -70,9 +73,9 @@ def attend(problem: Problem, x: Operands, rows: jax.Array | None = None) -> Outp
     (q, bad_q), (k, bad_k), (v, bad_v) = (_finite(a) for a in (x.q, x.k, x.v))
     precision = jax.lax.Precision.HIGHEST if p.precision == "highest" else None
 
-    grouped = q.reshape(p.batch, -1, p.num_kv_heads, p.group, p.head_dim)
+    grouped = q.reshape(p.batch, q.shape[1], p.num_kv_heads, p.group, p.head_dim)
     logits = jnp.einsum("btkgd,bskd->bkgts", grouped, k, precision=precision, preferred_element_type=wide)
-    logits = logits.reshape(p.batch, p.num_q_heads, -1, p.kv_len)
+    logits = logits.reshape(p.batch, p.num_q_heads, q.shape[1], p.kv_len)
     logits = logits * scale_of(p, x)
     if p.soft_cap is not None:
         logits = p.soft_cap * jnp.tanh(logits / p.soft_cap)
@@ -80,21 +83,29 @@ def attend(problem: Problem, x: Operands, rows: jax.Array | None = None) -> Outp
         bias = x.bias if x.bias.shape[2] == 1 else x.bias[:, :, rows]
         logits = logits + bias.astype(wide)
     bad = bad_q[..., None] | jnp.repeat(bad_k | bad_v, p.group, axis=1)[:, :, None, :]
-    allowed = jnp.broadcast_to(x.mask.allows(q_span, kv_span), logits.shape)
+    allowed = jnp.broadcast_to(pairs_allowed(x.mask, q_span, kv_span), logits.shape)
+    allowed &= ~(logits < LOWEST * LN2)  # a bias of finfo.min forbids, here as in the kernels
     logits = jnp.where(allowed, jnp.where(bad, jnp.nan, logits), -jnp.inf)
 
-    m = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    sinks = jnp.full((1, 1, 1, 1), -jnp.inf, wide) if x.sinks is None else x.sinks[None, :, None, None].astype(wide)
+    m = jax.lax.stop_gradient(jnp.maximum(logits.max(-1, keepdims=True), sinks))
     m = jnp.where(jnp.isneginf(m), 0.0, m)
     unnormalised = jnp.exp(logits - m)
     total = unnormalised.sum(-1, keepdims=True)
+    keyless = total == 0
+    total = total + jnp.exp(sinks - m)
     empty = total == 0
     probs = unnormalised / jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1.0, total)) + m)[..., 0]
-    probs = probs.astype(p.dtype).reshape(p.batch, p.num_kv_heads, p.group, -1, p.kv_len)
+    if x.dropout is not None:
+        counter = tuple(x.dropout[..., word, None, None] for word in range(4))
+        kept = dropout.kept(counter, p.dropout_rate, q_span.row, kv_span.row, p.kv_len)
+        probs = jnp.where(kept, probs / (1.0 - p.dropout_rate), 0.0)
+    probs = probs.astype(p.dtype).reshape(p.batch, p.num_kv_heads, p.group, q.shape[1], p.kv_len)
     o = jnp.einsum("bkgts,bskd->btkgd", probs, v, precision=precision, preferred_element_type=wide)
-    o = o.reshape(p.batch, -1, p.num_q_heads, p.v_head_dim)
-    # The select keeps the cotangent of an empty row, whatever it is, away from every gradient.
-    o = jnp.where(empty[..., 0].swapaxes(1, 2)[..., None], 0.0, o)
+    o = o.reshape(p.batch, q.shape[1], p.num_q_heads, p.v_head_dim)
+    # The select keeps the cotangent of a row without keys, whatever it is, away from every gradient.
+    o = jnp.where(keyless[..., 0].swapaxes(1, 2)[..., None], 0.0, o)
     return Output(o.astype(p.dtype), lse.astype(wide))
 
 

@@ -28,6 +28,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     reasons = []
     if problem.dtype not in _DTYPES:
         reasons.append(f"dtype {problem.dtype} has no kernel: cast to one of {', '.join(_DTYPES)}")
+    if min(problem.head_dim, problem.v_head_dim) == 0:
+        reasons.append("a head dim of 0 leaves a kernel nothing to load")
     if max(problem.head_dim, problem.v_head_dim) > 512:
         dims = f"head dims {problem.head_dim} (query, key) and {problem.v_head_dim} (value)"
         reasons.append(f"{dims} are beyond 512, the largest that a tile in registers can hold")

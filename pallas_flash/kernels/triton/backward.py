@@ -30,6 +30,7 @@ from .tile_math import (
     load_range,
     load_rows,
     load_stats,
+    result,
     sanitise,
     store_rows,
     walk,
@@ -48,26 +49,37 @@ def backward(
     delta = jnp.einsum("btnd,btnd->bnt", o, do.astype(jnp.float32)) - dlse
     # +inf makes every probability of an empty row exactly 0. Where float32 no longer resolves a logit, lse is moved up
     # by more than its rounding, so that no probability overflows.
-    lse2 = out.lse * LOG2E
+    empty = jnp.isneginf(out.lse)
+    lse2 = jnp.where(empty, 0.0, out.lse) * LOG2E
     lse2 = jnp.where(jnp.abs(lse2) < 2.0**24, lse2, lse2 + jnp.abs(lse2) * 2.0**-22)
-    lse2 = jnp.where(jnp.isneginf(out.lse), jnp.inf, lse2)
+    lse2 = jnp.where(empty, jnp.inf, lse2)
     saved = (do, lse2, delta)
     dq = _dq(p, x, saved, tiles["dq"], interpret)
     dk, dv = _dkv(p, x, saved, tiles["dkv"], interpret)
     dscale = None
     if x.scale is not None:
         # The kernels leave the scale out where it is an array, so that its own gradient exists at scale 0 too.
-        dscale = jnp.sum(dq.astype(jnp.float32) * x.q.astype(jnp.float32)).reshape(1)
+        # A query that sees nothing may hold NaN.
+        dscale = jnp.sum(jnp.where(dq == 0, 0.0, dq.astype(jnp.float32) * x.q.astype(jnp.float32))).reshape(1)
         dq, dk = ((g * x.scale[0]).astype(g.dtype) for g in (dq, dk))
     dbias = None if x.bias is None else bias_gradient(p, x, saved, tiles["dbias"], interpret)
-    return Gradients(dq, dk, dv, dbias, dscale)
+    return Gradients(dq, dk, dv, dbias, dscale, None if x.sinks is None else _dsinks(x.sinks, out, do, dlse))
+
+
+def _dsinks(sinks: jax.Array, out: Output, do: jax.Array, dlse: jax.Array) -> jax.Array:
+    """A sink is a logit whose value is 0, so its gradient is -p * delta, summed over the rows of its head [N]."""
+    p = jnp.where(jnp.isneginf(out.lse), 0.0, jnp.exp(sinks[:, None] - out.lse))
+    o = out.o.astype(jnp.float32) + (0.0 if out.rest is None else out.rest.astype(jnp.float32))
+    # What is exactly 0 came from no key: whatever its cotangent is, it must not matter.
+    delta = jnp.where(o == 0.0, 0.0, o * do.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
+    return -jnp.sum(p * delta, (0, 2))
 
 
 def _dq(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax.Array:
     ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     return pl.pallas_call(
         functools.partial(_dq_kernel, p, tile, Loops.of(ranges), interpret),
-        out_shape=jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
+        out_shape=result(x, x.q.shape, x.q.dtype),
         grid=(pl.cdiv(p.q_len, tile.block_q) * p.num_q_heads * p.batch,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
         interpret=interpret,
@@ -113,7 +125,7 @@ def _dkv(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> tu
     ranges = q_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     return pl.pallas_call(
         functools.partial(_dkv_kernel, p, tile, Loops.of(ranges), interpret),
-        out_shape=(jax.ShapeDtypeStruct(x.k.shape, x.k.dtype), jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)),
+        out_shape=(result(x, x.k.shape, x.k.dtype), result(x, x.v.shape, x.v.dtype)),
         grid=(pl.cdiv(p.kv_len, tile.block_kv) * p.num_kv_heads * p.batch,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
         interpret=interpret,
@@ -163,7 +175,7 @@ def _dkv_kernel(
             probs_t = score.probabilities(scores.s, lse2)
             dp_t = dot_chunks(v, do, p, interpret)
             _, ds_t = score.d_products(scores, probs_t, dp_t, delta[None, :])
-            probs_t, ds_t = probs_t.astype(do[0].dtype), ds_t.astype(q[0].dtype)
+            probs_t, ds_t = score.dropped(scores, probs_t).astype(do[0].dtype), ds_t.astype(q[0].dtype)
             dv = tuple(g + dot(probs_t, c, p, interpret) for g, c in zip(dv, do, strict=True))
             dk = tuple(g + dot(ds_t, c, p, interpret) for g, c in zip(dk, q, strict=True))
             return dk, dv

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 from ...masks import kv_tile_ranges, q_tile_ranges
 from ...problem import Operands, Problem, offset_of
 from .forward import split
-from .tile_math import Loops, ScoreMaker, dot_chunks, load_range, load_rows, load_stats, walk
+from .tile_math import Loops, ScoreMaker, dot_chunks, load_range, load_rows, load_stats, result, walk
 from .tiles import Tile
 
 
@@ -61,7 +61,7 @@ def _pairs(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> 
     q_tiles, kv_tiles = pl.cdiv(p.q_len, tile.block_q), pl.cdiv(p.kv_len, tile.block_kv)
     return pl.pallas_call(
         functools.partial(_pairs_kernel, p, tile, interpret),
-        out_shape=jax.ShapeDtypeStruct(p.bias_shape, jnp.float32),
+        out_shape=result(x, p.bias_shape, jnp.float32),
         grid=(batches * heads * q_tiles * kv_tiles,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=1),
         interpret=interpret,
@@ -92,7 +92,7 @@ def _pairs_kernel(
 
     shared = (p.batch // batches) * shared_heads
     total = jnp.zeros((tile.block_q, tile.block_kv), jnp.float32)
-    total = add(jnp.int32(0), total) if shared == 1 else jax.lax.fori_loop(0, shared, add, total)
+    total = add(jnp.int32(0), total) if shared == 1 else jax.lax.fori_loop(jnp.int32(0), jnp.int32(shared), add, total)
     q_start, kv_start = q_tile * tile.block_q, kv_tile * tile.block_kv
     rows = q_start + jax.lax.iota(jnp.int32, tile.block_q)
     columns = kv_start + jax.lax.iota(jnp.int32, tile.block_kv)
@@ -108,7 +108,7 @@ def _sums(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, alon
     length, block = (p.kv_len, tile.block_kv) if along_keys else (p.q_len, tile.block_q)
     return pl.pallas_call(
         functools.partial(_sums_kernel, p, tile, Loops.of(ranges), interpret, along_keys),
-        out_shape=jax.ShapeDtypeStruct((p.batch, p.num_q_heads, length), jnp.float32),
+        out_shape=result(x, (p.batch, p.num_q_heads, length), jnp.float32),
         grid=(p.batch * p.num_q_heads * pl.cdiv(length, block),),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=1),
         interpret=interpret,

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plt
 
 from ...masks import kv_tile_ranges
 from ...problem import Operands, Output, Problem, offset_of
-from ...softmax import LN2, LOWEST
+from ...softmax import LN2, LOG2E, LOWEST
 from .tile_math import (
     Loops,
     ScoreMaker,
@@ -23,6 +23,7 @@ from .tile_math import (
     in_registers,
     load_range,
     load_rows,
+    result,
     sanitise,
     store_rows,
     walk,
@@ -35,8 +36,8 @@ def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool, *, keep_
     p = problem
     ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     num_tiles = pl.cdiv(p.q_len, tile.block_q)
-    o = jax.ShapeDtypeStruct((p.batch, p.q_len, p.num_q_heads, p.v_head_dim), x.q.dtype)
-    lse = jax.ShapeDtypeStruct((p.batch, p.num_q_heads, p.q_len), jnp.float32)
+    o = result(x, (p.batch, p.q_len, p.num_q_heads, p.v_head_dim), x.q.dtype)
+    lse = result(x, (p.batch, p.num_q_heads, p.q_len), jnp.float32)
     results = pl.pallas_call(
         functools.partial(_kernel, p, tile, Loops.of(ranges), interpret),
         out_shape=(o, lse, o) if keep_rest else (o, lse),
@@ -74,12 +75,13 @@ def _kernel(
         v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
         v, penalty = sanitise(v) if masked else (v, None)
         spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
-        s = score(dot_chunks(q, k, p, interpret), *spans, penalty).s
+        scores = score(dot_chunks(q, k, p, interpret), *spans, penalty)
+        s = scores.s
         m_new = jnp.maximum(m, s.max(axis=1))
         alpha = exp2((m - m_new) * score.unit, interpret)
         probs = score.exp2_below(s, m_new)
         l = l * alpha + probs.sum(axis=1)
-        probs = probs.astype(v[0].dtype)
+        probs = score.dropped(scores, probs).astype(v[0].dtype)
         acc = tuple(a * alpha[:, None] + dot(probs, c, p, interpret) for a, c in zip(acc, v, strict=True))
         return m_new, l, acc
 
@@ -88,6 +90,13 @@ def _kernel(
     acc = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.v_head_dim, p.dtype))
     m, l, acc = walk(loops, load_range(ranges_ref, batch, head, q_tile), step, (m, l, acc))
 
+    if x.sinks is not None:
+        # One more logit without a value, in the units of the scores.
+        sink = x.sinks[head] * (LOG2E / score.unit)
+        m_new = jnp.maximum(m, sink)
+        alpha = exp2((m - m_new) * score.unit, interpret)
+        l = l * alpha + exp2((sink - m_new) * score.unit, interpret)
+        m, acc = m_new, tuple(a * alpha[:, None] for a in acc)
     empty = l == 0.0
     norm = 1.0 / jnp.where(empty, 1.0, l)
     o = tuple(a * norm[:, None] for a in acc)

@@ -18,6 +18,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from ... import dropout
+from ...masks import pairs_allowed
 from ...problem import Operands, Problem, offset_of, scale_of
 from ...softmax import LOG2E
 from ...spans import Span
@@ -241,6 +243,7 @@ class Scores(NamedTuple):
     s: jax.Array  # float32, -inf where forbidden
     allowed: jax.Array | None  # None where the whole tile is
     capped: jax.Array | None  # tanh of the soft cap
+    kept: jax.Array | None  # by dropout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,16 +289,33 @@ class ScoreMaker:
             s = s * (scale * LOG2E)
         if self.x.bias is not None:
             s = s + q.take_pairs(kv, self.x.bias).astype(jnp.float32) * LOG2E
+        kept = self._kept(q, kv)
         if penalty is None:
-            return Scores(s, None, capped)
-        allowed = self.x.mask.allows(q, kv)
+            return Scores(s, None, capped, kept)
+        allowed = pairs_allowed(self.x.mask, q, kv)
         if p.kv_len % kv.flat.shape[0]:
             allowed = allowed & (kv.row < p.kv_len)
         if self.q_axis == 1 and p.q_len % q.flat.shape[0]:
             # Queries behind the end have p = 0, but a NaN in v would make their ds NaN.
             allowed = allowed & (q.row < p.q_len)
         allowed = jnp.broadcast_to(allowed, s.shape)
-        return Scores(jnp.where(allowed, s, -jnp.inf), allowed, capped)
+        return Scores(jnp.where(allowed, s, -jnp.inf), allowed, capped, kept)
+
+    def _kept(self, q: TritonSpan, kv: TritonSpan) -> jax.Array | None:
+        counters = self.x.dropout
+        if counters is None:
+            return None
+        batch, head = (
+            place if size > 1 else 0 for place, size in zip((q.batch, q.head), counters.shape[:2], strict=True)
+        )
+        counter = tuple(counters[batch, head, word] for word in range(4))
+        return dropout.kept(counter, self.problem.dropout_rate, q.row, kv.row, self.problem.kv_len)
+
+    def dropped(self, scores: Scores, values: jax.Array) -> jax.Array:
+        """Values of a tile after dropout: 0 where a weight is dropped, the others scaled up."""
+        if scores.kept is None:
+            return values
+        return jnp.where(scores.kept, values * (1.0 / (1.0 - self.problem.dropout_rate)), 0.0)
 
     def exp2_below(self, s: jax.Array, m: jax.Array) -> jax.Array:
         """2**(base-2 logits less their row maximum), from scores and a row maximum [rows] in the same unit."""
@@ -321,12 +341,12 @@ class ScoreMaker:
         ``dp`` is do.v, ``delta`` the row sums of do * o less the cotangent of lse
         (FlashAttention-2, arXiv:2307.08691, algorithm 2).  Forbidden pairs get 0 even where dp is NaN.
         """
-        ds = p * (dp - delta)
-        if scores.allowed is not None:
-            ds = jnp.where(scores.allowed, ds, 0.0)
-        if scores.capped is None:
-            return ds, ds
-        return ds, ds * (1.0 - scores.capped * scores.capped)
+        ds = p * (self.dropped(scores, dp) - delta)
+        uncapped = ds if scores.capped is None else ds * (1.0 - scores.capped * scores.capped)
+        if scores.allowed is None:
+            return ds, uncapped
+        # Last, because a forbidden NaN makes its slope of the cap NaN too.
+        return jnp.where(scores.allowed, ds, 0.0), jnp.where(scores.allowed, uncapped, 0.0)
 
 
 def sanitise(values: Chunks) -> tuple[Chunks, jax.Array]:
@@ -381,6 +401,11 @@ def walk(loops: Loops, bounds: Any, body: Any, carry: Any) -> Any:
 
         carry = jax.lax.fori_loop(0, before + end - full_end, edge, carry)
     return carry
+
+
+def result(x: Operands, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """What a kernel writes: under ``shard_map`` it varies over the mesh axes that the queries vary over."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x.q).manual_axis_type)
 
 
 def load_range(ref: Any, batch: Any, head: Any, tile: Any) -> tuple[Any, Any, Any, Any]:

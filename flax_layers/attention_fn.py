@@ -65,6 +65,7 @@ def make_attention_fn(**defaults: Any) -> Callable[..., jax.Array]:
     (1, 4, 16)
     """
     _check_names(defaults)
+    defaults = {name: x for name, x in defaults.items() if x is not None}
 
     def attention_fn(
         query: Any,
@@ -238,6 +239,8 @@ def _is_flax_default(name: str, x: Any) -> bool:
 
 
 def _check_names(options: dict[str, Any]) -> None:
+    if theirs := sorted(options.keys() & set(_FROM_FLAX)):
+        raise TypeError(f"{', '.join(theirs)}: the layer passes it, call by call; set it there")
     if unknown := sorted(options.keys() - set(OPTIONS)):
         raise TypeError(f"unknown options {', '.join(unknown)}; flash_attention has {', '.join(OPTIONS)}")
 

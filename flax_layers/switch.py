@@ -138,6 +138,12 @@ class FlashModule:
             "`with flax_layers.flash_layers(...):`"
         )
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "a module from use_flash has init and apply and is no part of another module; switch the outermost one, "
+            "or call the original inside `with flax_layers.flash_layers(...):`"
+        )
+
     def _run(self, method: str, args: Any, kwargs: Any) -> Any:
         with flash_layers(**self._options):
             return getattr(self._module, method)(*args, **kwargs)

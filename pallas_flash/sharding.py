@@ -122,11 +122,12 @@ def on_auto_axes(attend: Callable[[Operands], Output], x: Operands) -> Output:
         return attend(x)
     batch, length, heads, _ = (*spread.spec, None, None, None, None)[:4]
 
-    def place(*axes: Any) -> NamedSharding:
+    def place(*axes: Any) -> Any:
         return NamedSharding(spread.mesh, PartitionSpec(*axes))
 
-    placed: Any = Output(place(batch, length, heads, None), place(batch, heads, length))
-    return jax.sharding.auto_axes(attend, out_sharding=placed)(x)
+    placed = Output(place(batch, length, heads, None), place(batch, heads, length))
+    on_auto: Any = jax.sharding.auto_axes(attend, out_sharding=placed)
+    return on_auto(x)
 
 
 def equally_varying(x: Operands) -> Operands:

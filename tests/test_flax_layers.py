@@ -272,7 +272,7 @@ def test_unknown_and_bad_arguments_are_named(monkeypatch):
     for make in (flax_layers.make_attention_fn, flax_layers.flash_layers(windw=3).__enter__):
         with pytest.raises(TypeError, match="unknown options windw; flash_attention has .*local_window_size"):
             make(**({"windw": 3} if make is flax_layers.make_attention_fn else {}))
-    with pytest.raises(TypeError, match="unknown options dropout_rate"):
+    with pytest.raises(TypeError, match="dropout_rate: the layer passes it"):
         flax_layers.make_attention_fn(dropout_rate=0.1)
     with pytest.raises(TypeError, match="unknown options flavour"):
         flax_layers.attention_fn(Q, K, V, flavour=1)
@@ -362,6 +362,8 @@ def test_use_flash_on_linen_through_scan_and_remat(monkeypatch):
         close(spoiled.apply(variables, X), stock.apply(variables, X))
     with pytest.raises(TypeError, match="cannot be bound"):
         ours.bind(variables)
+    with pytest.raises(TypeError, match="is no part of another module"):
+        ours(X)
 
 
 def test_contexts_switch_only_inside_and_the_innermost_counts(monkeypatch):

@@ -57,11 +57,12 @@ def _ds(p, x, saved, tile, interpret, q_axis, batch, head, q_tile, kv_tile, mask
 
 def _pairs(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax.Array:
     ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
-    batches, heads = p.bias_shape[:2]  # type: ignore[index]
+    shape: Any = p.bias_shape
+    batches, heads = shape[:2]
     q_tiles, kv_tiles = pl.cdiv(p.q_len, tile.block_q), pl.cdiv(p.kv_len, tile.block_kv)
     return pl.pallas_call(
         functools.partial(_pairs_kernel, p, tile, interpret),
-        out_shape=result(x, p.bias_shape, jnp.float32),
+        out_shape=result(x, shape, jnp.float32),
         grid=(batches * heads * q_tiles * kv_tiles,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=1),
         interpret=interpret,

@@ -34,7 +34,18 @@ def main() -> int:
     recorder = Recorder()
     started = time.perf_counter()
     os.environ["PALLAS_FLASH_GPU_TESTS"] = "1"
-    arguments = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "tests", *sys.argv[1:]]
+    arguments = [
+        "-m",
+        "gpu",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "--durations=25",
+        "tests",
+        *sys.argv[1:],
+    ]
     if importlib.util.find_spec("xdist"):  # most of the time is compilation on the host
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         arguments += ["-n", str(min(14, os.cpu_count() or 1))]

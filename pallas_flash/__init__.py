@@ -6,9 +6,10 @@
 from .attention import dense_mask, explain, flash_attention
 from .devices import interpret
 from .dispatch import Plan, use_implementation
-from .masks import And, Causal, Dense, Full, Lengths, Mask, Or, Prefix, Segments, Window, mask, static
+from .masks import And, Causal, Dense, Full, KeyRanges, Lengths, Mask, Or, Prefix, Segments, Window, mask, static
 from .softmax import merge
 from .spans import Range, Span, Tiles
+from .varlen import pack, unpack, varlen_attention
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ __all__ = [
     "Causal",
     "Dense",
     "Full",
+    "KeyRanges",
     "Lengths",
     "Mask",
     "Or",
@@ -33,6 +35,9 @@ __all__ = [
     "interpret",
     "mask",
     "merge",
+    "pack",
     "static",
+    "unpack",
     "use_implementation",
+    "varlen_attention",
 ]

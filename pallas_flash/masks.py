@@ -322,6 +322,44 @@ def _occurrences(own: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 @mask
+class KeyRanges(Mask):
+    """Query i sees the keys in rows ``first[i]`` to ``last[i]``, the last one not included.
+
+    ``first`` and ``last`` are int32 [B or 1, q_len], each non-decreasing along the queries: documents packed end to
+    end, each with a causal mask or a window of its own, in one mask.
+    """
+
+    first: Any
+    last: Any
+
+    def allows(self, q, kv):
+        return (kv.row >= q.take(self.first)) & (kv.row < q.take(self.last))
+
+    def kv_range(self, q):
+        rows = (
+            q.reduce(self.first, "min"),
+            q.reduce(self.first, "max"),
+            q.reduce(self.last, "min"),
+            q.reduce(self.last, "max"),
+        )
+        return q.in_positions(Range(*(bound[:, None, :] for bound in rows)))
+
+    def q_range(self, kv):
+        # In order, so the queries that see a key, and those that see a whole tile, are runs.
+        def place(ends, bounds, side):
+            return jax.vmap(lambda x: jnp.searchsorted(x, bounds, side=side, method="sort"))(ends).astype(jnp.int32)
+
+        lo, hi = jnp.asarray(kv.row_lo), jnp.asarray(kv.row_hi)
+        rows = (
+            place(self.last, lo, "right"),
+            place(self.last, hi, "left"),
+            place(self.first, lo, "right"),
+            place(self.first, hi, "left"),
+        )
+        return kv.in_positions(Range(*(bound[:, None, :] for bound in rows)))
+
+
+@mask
 class Dense(Mask):
     """Any boolean array that broadcasts to [B, N, q_len, kv_len]; True = attend."""
 

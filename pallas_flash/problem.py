@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import dropout
-from .masks import And, Causal, Dense, Lengths, Mask, Or, Prefix, Segments, Window, all_of
+from .masks import And, Causal, Dense, KeyRanges, Lengths, Mask, Or, Prefix, Segments, Window, all_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,9 @@ def describe(
     masks: list[Mask] = []
     if is_causal:
         masks.append(Causal())
-    masks += _window(local_window_size)
+    window = window_of(local_window_size)
+    if window != Window():
+        masks.append(window)
     q_lengths = _lengths("query_seq_lengths", query_seq_lengths, batch_dims)
     kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch_dims)
     if q_lengths is not None or kv_lengths is not None:
@@ -312,9 +314,14 @@ def _bounded(x: jax.Array, low: int, high: int) -> jax.Array:
     return jnp.clip(x, max(low, jnp.iinfo(x.dtype).min), high).astype(jnp.int32)
 
 
-def _window(size: Any) -> list[Mask]:
+def window_of(size: Any) -> Window:
+    """``local_window_size`` as a mask; both sides None where it is open.
+
+    Raises:
+      ValueError: not an int or a pair of ints >= 0 or None.
+    """
     if size is None:
-        return []
+        return Window()
     sides = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(sides) != 2:
         raise ValueError(f"local_window_size must be an int or a pair (left, right); got {size!r}")
@@ -326,9 +333,8 @@ def _window(size: Any) -> list[Mask]:
             raise ValueError(f"local_window_size must hold ints or None; got {size!r}") from None
         if side is not None and side < 0:
             raise ValueError(f"local_window_size={size!r}: sizes must be >= 0; use None for a side without a limit")
-        # Nothing is farther away than this; keeps position arithmetic inside int32.
-        checked.append(None if side is None else min(side, 2**29))
-    return [Window(*checked)] if checked != [None, None] else []
+        checked.append(side)
+    return Window(*checked)
 
 
 def _segments(q_ids: Any, kv_ids: Any, batch_dims: tuple[int, ...], q_len: int, kv_len: int) -> list[Mask]:
@@ -386,6 +392,11 @@ def _own_arrays(m: Mask, batch: int, heads: int, q_len: int, kv_len: int) -> Mas
                 shape = ids[-1].shape
                 raise ValueError(f"{name} of mask Segments must have shape [batch or 1, {length}]; got {shape}")
         m = Segments(*_narrow(*ids))
+    if isinstance(m, KeyRanges):
+        m = KeyRanges(*(_int_array(f"{name} of mask KeyRanges", x) for name, x in vars(m).items()))
+        if not all(x.ndim == 2 and x.shape[1] == q_len for x in (m.first, m.last)):
+            shapes = f"{m.first.shape} and {m.last.shape}"
+            raise ValueError(f"first and last of mask KeyRanges must have shape [batch or 1, {q_len}]; got {shapes}")
     if isinstance(m, Lengths | Prefix):
         for field in dataclasses.fields(m):
             if (lengths := getattr(m, field.name)) is None and isinstance(m, Lengths):

@@ -9,7 +9,20 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "pallas_flash").rglob("*.py"))
 LAYERS = sorted((ROOT / "flax_layers").rglob("*.py"))
 # Modules of pallas_flash, lowest first: each may import only what stands before it.
-ORDER = ["promotion", "dropout", "spans", "softmax", "masks", "problem", "sharding", "devices", "kernels", "dispatch", "attention", "varlen"]
+ORDER = [
+    "promotion",
+    "dropout",
+    "spans",
+    "softmax",
+    "masks",
+    "problem",
+    "sharding",
+    "devices",
+    "kernels",
+    "dispatch",
+    "attention",
+    "varlen",
+]
 
 
 def imports(path):

@@ -56,7 +56,7 @@ def test_dense_mask_knows_heads_and_batch_rows(what, shape):
     np.testing.assert_array_equal(want, got)
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", ["triton", "xla"])
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x"), P(None, "x")], ids=str)
 def test_explicit_mesh_axes(tier, spec):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))

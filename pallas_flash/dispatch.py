@@ -128,5 +128,5 @@ def _warn_if_quadratic(plan: Plan) -> None:
     warnings.warn(
         f"pallas_flash runs this attention on plain XLA, in memory quadratic in the length, because {reasons}. "
         "Name implementation='xla' (or 'xla_chunked', linear in memory) to accept that and silence this.",
-        stacklevel=4,
+        stacklevel=5,
     )

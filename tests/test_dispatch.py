@@ -52,6 +52,15 @@ def test_older_gpu_falls_back_with_one_warning(on):
         pf.explain(X, X, X, implementation="triton")
 
 
+def test_the_warning_points_at_the_caller(on):
+    on(TURING)
+    dispatch._warned.clear()
+    q = jnp.ones((1, 100, 1, 16))
+    with pytest.warns(UserWarning, match="plain XLA") as record:
+        pf.flash_attention(q, q, q)
+    assert record[0].filename == __file__
+
+
 def test_cpu_is_named(on):
     """BR-124: the message names the platform and the way out."""
     q = jnp.ones((1, 4, 1, 16))

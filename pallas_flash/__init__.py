@@ -6,7 +6,23 @@
 from .attention import dense_mask, explain, flash_attention
 from .devices import interpret
 from .dispatch import Plan, use_implementation
-from .masks import And, Causal, Dense, Full, KeyRanges, Lengths, Mask, Or, Prefix, Segments, Window, mask, static
+from .masks import (
+    And,
+    Causal,
+    Chunked,
+    Dense,
+    Dilated,
+    Full,
+    KeyRanges,
+    Lengths,
+    Mask,
+    Or,
+    Prefix,
+    Segments,
+    Window,
+    mask,
+    static,
+)
 from .softmax import merge
 from .spans import Range, Span, Tiles
 from .varlen import pack, unpack, varlen_attention
@@ -16,7 +32,9 @@ __version__ = "0.1.0"
 __all__ = [
     "And",
     "Causal",
+    "Chunked",
     "Dense",
+    "Dilated",
     "Full",
     "KeyRanges",
     "Lengths",

@@ -85,6 +85,37 @@ class Mask:
         batch = max([batch] + [leaf.shape[0] for leaf in jax.tree.leaves(self) if jnp.ndim(leaf) in (1, 2, 4)])
         return dense_mask(self, batch, heads, q_len, kv_len, q_offset)
 
+    @usual_promotion
+    def draw(
+        self,
+        q_len: int,
+        kv_len: int,
+        *,
+        block_q: int = 16,
+        block_kv: int = 16,
+        q_offset: Any = 0,
+        batch: int = 0,
+        head: int = 0,
+    ) -> Any:
+        """A matplotlib figure of the pairs that are allowed, and of the tiles that are skipped, tested or taken whole.
+
+        >>> figure = (Causal() & Window(left=20)).draw(64, 64)
+        >>> figure.axes[0].get_xlabel()
+        'key'
+        """
+        from .picture import draw
+
+        options = {"block_q": block_q, "block_kv": block_kv, "q_offset": q_offset}
+        return draw(self, q_len, kv_len, batch=batch, head=head, **options)
+
+
+def _chunk_bounds(tiles: Any, size: int) -> Range:
+    """Positions of the chunks that a tile touches; it sees all of one that it lies in."""
+    xp = lib(tiles.lo)
+    first, last = xp.asarray(tiles.lo) // size, (xp.asarray(tiles.hi) - 1) // size
+    lo, hi = first * size, (last + 1) * size
+    return Range(lo, xp.where(first == last, lo, HIGH), xp.where(first == last, hi, LOW), hi)
+
 
 def pairs_allowed(m: Mask, q: Span, kv: Span) -> jax.Array:
     """What a mask allows of a tile.
@@ -319,6 +350,47 @@ def _occurrences(own: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array
     first = jnp.where(found, order[jnp.minimum(left, size - 1)], HIGH)
     last = jnp.where(found, order[jnp.maximum(right - 1, 0)], LOW)
     return first, last, right - left
+
+
+@mask
+class Chunked(Mask):
+    """Positions in the same chunk of ``size``: with ``Causal() &`` before it, Llama 4's local layers."""
+
+    size: int = static()
+
+    def __post_init__(self):
+        _check_size("size of mask Chunked", self.size)
+
+    def allows(self, q, kv):
+        return q.index // self.size == kv.index // self.size
+
+    def kv_range(self, q):
+        return _chunk_bounds(q, self.size)
+
+    def q_range(self, kv):
+        return _chunk_bounds(kv, self.size)
+
+
+@mask
+class Dilated(Mask):
+    """Keys at a multiple of ``step`` from the position. No tile is skipped: each holds some."""
+
+    step: int = static()
+
+    def __post_init__(self):
+        _check_size("step of mask Dilated", self.step)
+
+    def allows(self, q, kv):
+        return (q.index - kv.index) % self.step == 0
+
+
+def _check_size(name: str, size: Any) -> None:
+    try:
+        positive = operator.index(size) > 0
+    except TypeError:
+        positive = False
+    if not positive:
+        raise ValueError(f"{name} must be an int of at least 1; got {size!r}")
 
 
 @mask

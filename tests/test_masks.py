@@ -8,6 +8,7 @@ import pytest
 
 import pallas_flash as pf
 from pallas_flash.masks import kv_tile_ranges, q_tile_ranges
+from pallas_flash.picture import kinds
 
 RNG = np.random.default_rng(0)
 Q, KV = 37, 53
@@ -35,6 +36,9 @@ MASKS = {
     "documents": pf.Segments(ids(Q, 10, 16, 30), ids(KV, 5, 16, 48)),
     "padding": pf.Segments(ids(Q, 10, 16) - 1, ids(KV, 20, 32) - 1),
     "shuffled": pf.Segments(*SHUFFLED),
+    "chunked": pf.Chunked(12),
+    "dilated": pf.Dilated(3),
+    "key-ranges": pf.KeyRanges(jnp.asarray(np.arange(Q) // 9 * 9)[None], jnp.asarray(np.arange(Q) + 3)[None]),
     "dense": pf.Dense(jnp.asarray(RNG.random((2, 1, Q, KV)) < 0.5)),
     "dense-band": pf.Dense(jnp.tril(jnp.ones((1, 1, Q, KV), bool), 9)),
     "dense-keys": pf.Dense(jnp.asarray(np.arange(KV) % 20 < 17)[None, None, None]),
@@ -42,7 +46,7 @@ MASKS = {
 }
 PAIRS = [
     ("causal", "left"), ("causal", "documents"), ("window", "lengths"), ("prefix", "causal"),
-    ("dense", "causal"), ("left", "right"), ("documents", "prefix"), ("q-length", "dense-band"),
+    ("dense", "causal"), ("left", "right"), ("documents", "prefix"), ("chunked", "causal"), ("q-length", "dense-band"),
 ]  # fmt: skip
 
 
@@ -72,8 +76,10 @@ def sound(ranges, allowed, own_block, other_block):
         assert rows[:, full * other_block : full_end * other_block].all()
 
 
-@pytest.mark.parametrize("offset", [0, 16, -7, "array"])
-@pytest.mark.parametrize("name", ALL)
+OFFSETS = {name: (0, 16, -7, "array") if name in MASKS else (-7, "array") for name in ALL}
+
+
+@pytest.mark.parametrize("name, offset", [(name, offset) for name in ALL for offset in OFFSETS[name]])
 def test_ranges_are_sound(name, offset):
     offset = jnp.array([3, -20], jnp.int32) if offset == "array" else offset
     allowed = np.asarray(ALL[name].dense(Q, KV, offset))
@@ -116,3 +122,25 @@ def test_a_mask_without_allows_says_what_to_define():
 
     with pytest.raises(NotImplementedError, match="Nothing must define allows"):
         Nothing().dense(2, 2)
+
+
+def test_new_masks_mean_what_they_say():
+    i, j = np.arange(9)[:, None], np.arange(9)[None]
+    np.testing.assert_array_equal(pf.Chunked(4).dense(9, 9)[0, 0], i // 4 == j // 4)
+    np.testing.assert_array_equal(pf.Chunked(4).dense(9, 9, -3)[0, 0], (i - 3) // 4 == j // 4)
+    np.testing.assert_array_equal(pf.Dilated(3).dense(9, 9)[0, 0], (i - j) % 3 == 0)
+    for make, text in ((pf.Chunked, "size of mask Chunked"), (pf.Dilated, "step of mask Dilated")):
+        for size in (0, 1.5):
+            with pytest.raises(ValueError, match=f"{text} must be an int of at least 1; got {size}"):
+                make(size)
+
+
+def test_a_picture_shows_what_is_visited():
+    found = kinds(pf.Causal(), 32, 32, 8, 8, 0)[0, 0]
+    allowed = np.tri(32, dtype=bool)
+    tile_q, tile_kv = np.arange(32)[:, None] // 8, np.arange(32)[None] // 8
+    np.testing.assert_array_equal(found == 0, tile_kv > tile_q)
+    np.testing.assert_array_equal(found == 3, tile_kv < tile_q)
+    np.testing.assert_array_equal(found == 2, allowed & (tile_kv == tile_q))
+    figure = (pf.Causal() & pf.Chunked(20)).draw(64, 48, block_q=16, block_kv=8)
+    assert figure.axes[0].images[0].get_array().shape == (64, 48)

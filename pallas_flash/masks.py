@@ -105,8 +105,7 @@ class Mask:
         """
         from .picture import draw
 
-        options = {"block_q": block_q, "block_kv": block_kv, "q_offset": q_offset}
-        return draw(self, q_len, kv_len, batch=batch, head=head, **options)
+        return draw(self, (q_len, kv_len), (block_q, block_kv), q_offset, batch, head)
 
 
 def _chunk_bounds(tiles: Any, size: int) -> Range:

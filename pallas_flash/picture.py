@@ -28,18 +28,9 @@ def kinds(mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_of
     return np.where(whole, 3, np.where(visited, 1 + allowed, 0))
 
 
-def draw(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    *,
-    block_q: int = 16,
-    block_kv: int = 16,
-    q_offset: Any = 0,
-    batch: int = 0,
-    head: int = 0,
-) -> Any:
-    """See :meth:`Mask.draw`."""
+def draw(mask: Mask, sizes: tuple[int, int], blocks: tuple[int, int], q_offset: Any, batch: int, head: int) -> Any:
+    """See :meth:`Mask.draw`; pairs are (queries, keys)."""
+    (q_len, kv_len), (block_q, block_kv) = sizes, blocks
     try:
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure

@@ -79,17 +79,14 @@ def key_ranges(
     cu_q: jax.Array, cu_k: jax.Array, rows: int, left: int | None, right: int | None, *, bottom_right: bool
 ) -> KeyRanges:
     """For each of ``rows`` packed queries the keys from ``left`` before to ``right`` behind its position."""
-    row = jnp.arange(rows, dtype=jnp.int32)
-    sequence = jnp.searchsorted(cu_q, row, side="right", method="sort").astype(jnp.int32) - 1
-    padding = sequence >= cu_q.size - 1
-    sequence = jnp.clip(sequence, 0, cu_q.size - 2)
+    row, sequence = _rows(cu_q, rows)
     start, end = cu_k[sequence], cu_k[sequence + 1]
     position = start + row - cu_q[sequence]
     if bottom_right:
         position = position + (end - start) - (cu_q[sequence + 1] - cu_q[sequence])
     first = start if left is None else jnp.clip(position - left, start, end)
     last = end if right is None else jnp.clip(position + right + 1, start, end)
-    first, last = (jnp.where(padding, cu_k[-1], x)[None] for x in (first, last))
+    first, last = (jnp.where(row < cu_q[-1], x, cu_k[-1])[None] for x in (first, last))
     return KeyRanges(first, last)
 
 
@@ -112,8 +109,7 @@ def pack(x: Any, lengths: Any, total: int) -> tuple[jax.Array, jax.Array]:
     """
     x, lengths = jnp.asarray(x), jnp.asarray(lengths, jnp.int32)
     cu = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
-    row = jnp.arange(total, dtype=jnp.int32)
-    sequence = jnp.clip(jnp.searchsorted(cu, row, side="right") - 1, 0, x.shape[0] - 1)
+    row, sequence = _rows(cu, total)
     packed = x[sequence, jnp.clip(row - cu[sequence], 0, x.shape[1] - 1)]
     inside = (row < cu[-1]).reshape(-1, *(1,) * (packed.ndim - 1))
     return jnp.where(inside, packed, jnp.zeros((), x.dtype)), cu
@@ -132,6 +128,13 @@ def unpack(packed: Any, cu_seqlens: Any, length: int) -> jax.Array:
     inside = place < cu[1:, None]
     rows = packed[jnp.clip(place, 0, packed.shape[0] - 1)]
     return jnp.where(inside.reshape(*inside.shape, *(1,) * (rows.ndim - 2)), rows, jnp.zeros((), packed.dtype))
+
+
+def _rows(cu: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Numbers of packed rows and the sequence of each; padding behind the last counts to it."""
+    row = jnp.arange(count, dtype=jnp.int32)
+    sequence = jnp.searchsorted(cu, row, side="right", method="sort").astype(jnp.int32) - 1
+    return row, jnp.clip(sequence, 0, cu.size - 2)
 
 
 def _offsets(name: str, x: Any) -> jax.Array:

@@ -23,6 +23,7 @@ from .masks import (
     mask,
     static,
 )
+from .scores import Alibi, Bias, Chain, RelativeBias, Score, SoftCap, score
 from .softmax import merge
 from .spans import Range, Span, Tiles
 from .varlen import pack, unpack, varlen_attention
@@ -30,8 +31,11 @@ from .varlen import pack, unpack, varlen_attention
 __version__ = "0.1.0"
 
 __all__ = [
+    "Alibi",
     "And",
+    "Bias",
     "Causal",
+    "Chain",
     "Chunked",
     "Dense",
     "Dilated",
@@ -43,7 +47,10 @@ __all__ = [
     "Plan",
     "Prefix",
     "Range",
+    "RelativeBias",
+    "Score",
     "Segments",
+    "SoftCap",
     "Span",
     "Tiles",
     "Window",
@@ -54,6 +61,7 @@ __all__ = [
     "mask",
     "merge",
     "pack",
+    "score",
     "static",
     "unpack",
     "use_implementation",

@@ -79,7 +79,9 @@ def flash_attention(
       dropout_rng: a random key; the weights kept are ``jax.random.bernoulli(key, 1 - rate, [*batch, N, T, S])`` on
         every implementation (for a threefry key), also when recomputed, sharded or batched by vmap.
       broadcast_dropout: drop the same weights in all batch rows and heads, as Flax does by default.
-      alibi_slopes, score: not there yet.
+      alibi_slopes: float [N] or [B, N]; subtracts ``slope * |position - key position|``.  Differentiable.
+      score: a :class:`pallas_flash.Score`, or a list of them, that changes the scaled logits; its float arrays are
+        differentiable.  The order: scale, soft cap, bias, ALiBi, scores as given, then every mask.
       precision: of the products of float32 inputs: None or "default" (TF32 on a GPU, as XLA does) or "highest".
       backward: ``"auto"``, ``"deterministic"`` or ``"fast"``; the triton tier's is always deterministic.
       return_lse: also return the natural-log normaliser of each row, float32 [B, N, T], differentiable.
@@ -101,7 +103,6 @@ def flash_attention(
     >>> bool(jnp.allclose(flash_attention(q, k, v), jax.nn.dot_product_attention(q, k, v), atol=1e-5))
     True
     """
-    _refuse_future(alibi_slopes, score)
     problem, x, batch_dims = describe(
         query,
         key,
@@ -119,6 +120,8 @@ def flash_attention(
         kv_segment_ids=kv_segment_ids,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        score=score,
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
@@ -188,7 +191,6 @@ def _problem_options(options: dict[str, Any]) -> dict[str, Any]:
     signature = inspect.signature(flash_attention).parameters
     if unknown := options.keys() - signature.keys():
         raise TypeError(f"unknown arguments: {', '.join(sorted(unknown))}")
-    _refuse_future(options.get("alibi_slopes"), options.get("score"))
     wanted = [name for name in inspect.signature(describe).parameters if name not in ("query", "key", "value", "bias")]
     return {name: options.get(name, signature[name].default) for name in wanted if name != "mask"}
 
@@ -221,8 +223,8 @@ def run(plan: Plan, x: Operands) -> Output:
         if "captures constants" not in str(error):
             raise
         raise ValueError(
-            f"a mask of this call ({p.mask}) uses an array that is not among its fields, which a kernel cannot reach: "
-            "make it a field of the mask"
+            f"a mask or score of this call ({p}) uses an array that is not among its fields, which a kernel cannot "
+            "reach: make it a field"
         ) from error
 
 
@@ -272,8 +274,9 @@ def _backward(plan: Plan, saved: tuple[Operands, Output], cotangents: Output) ->
 
     g = _once_differentiable(everywhere)(x, out, cotangents)
     dscale = None if x.scale is None or g.dscale is None else g.dscale.astype(x.scale.dtype)
+    dscore = None if x.score is None else jax.tree.unflatten(jax.tree.structure(x.score), g.dscore)
     none: Any = None
-    return (Operands(g.dq, g.dk, g.dv, g.dbias, none, none, dscale, g.dsinks, none),)
+    return (Operands(g.dq, g.dk, g.dv, dscore, none, none, dscale, g.dsinks, none),)
 
 
 _kernels.defvjp(_forward, _backward)
@@ -288,9 +291,3 @@ def _once_differentiable(function: Any) -> Any:
         raise NotImplementedError(_NO_FORWARD_MODE)
 
     return guarded
-
-
-def _refuse_future(alibi_slopes: Any, score: Any) -> None:
-    for name, value in {"alibi_slopes": alibi_slopes, "score": score}.items():
-        if value is not None:
-            raise NotImplementedError(f"{name}= is not implemented yet; leave it None")

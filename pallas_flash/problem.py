@@ -14,6 +14,7 @@ import numpy as np
 
 from . import dropout
 from .masks import And, Causal, Dense, KeyRanges, Lengths, Mask, Or, Prefix, Segments, Window, all_of
+from .scores import Alibi, Bias, Read, Score, SoftCap, chain, checked_reads, listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +34,9 @@ class Problem:
     v_head_dim: int
     dtype: str
     scale: float | None
-    soft_cap: float | None
     q_offset: int | None
-    bias_shape: tuple[int, int, int, int] | None
-    bias_dtype: str | None
+    scores: str
+    reads: tuple[Read, ...]
     sinks: bool
     dropout_rate: float
     mask: str
@@ -63,10 +63,8 @@ class Problem:
         dims = f"D={self.head_dim}" + ("" if self.v_head_dim == self.head_dim else f", Dv={self.v_head_dim}")
         lengths = f"{self.q_len} queries x {self.kv_len} keys"
         extras = [self.mask]
-        if self.bias_shape is not None:
-            extras.append(f"bias {list(self.bias_shape)} {self.bias_dtype}")
-        if self.soft_cap is not None:
-            extras.append(f"soft cap {self.soft_cap:g}")
+        if self.scores:
+            extras.append(self.scores)
         if self.sinks:
             extras.append("sinks")
         if self.dropout_rate:
@@ -80,7 +78,7 @@ class Operands(NamedTuple):
     q: jax.Array  # [B, T, N, D]
     k: jax.Array  # [B, S, K, D]
     v: jax.Array  # [B, S, K, Dv]
-    bias: jax.Array | None  # [B or 1, N or 1, T or 1, S or 1]
+    score: Score | None
     mask: Mask
     q_offset: jax.Array | None  # int32 [B or 1]; None when static
     scale: jax.Array | None  # float32 [1]; None when static
@@ -104,7 +102,7 @@ class Gradients(NamedTuple):
     dq: jax.Array
     dk: jax.Array
     dv: jax.Array
-    dbias: jax.Array | None
+    dscore: tuple[jax.Array | None, ...]  # for each array of the score; None for integers
     dscale: jax.Array | None
     dsinks: jax.Array | None
 
@@ -137,6 +135,8 @@ def describe(
     kv_segment_ids: Any,
     logits_soft_cap: Any,
     sinks: Any,
+    alibi_slopes: Any,
+    score: Any,
     dropout_rate: Any,
     dropout_rng: Any,
     broadcast_dropout: bool,
@@ -181,10 +181,19 @@ def describe(
                 f"mask must be boolean (True = attend) or a pallas_flash.Mask, got {array.dtype}; "
                 "an additive float mask goes in as bias="
             )
+    scores: list[Score] = []
+    if logits_soft_cap is not None:
+        scores.append(SoftCap(logits_soft_cap))
     if bias is not None:
         bias = _pairwise("bias", bias, *target)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise ValueError(f"bias must be a float array, got {bias.dtype}; a boolean mask goes in as mask=")
+        scores.append(Bias(bias))
+    if alibi_slopes is not None:
+        scores.append(Alibi(_slopes(alibi_slopes, batch, num_q_heads)))
+    scores += listed(score)
+    whole_score = chain(scores)
+    score_reads = checked_reads(whole_score, batch, num_q_heads, q_len, kv_len)
 
     static_offset, offset_array = _offset(q_offset, causal_alignment, batch_dims, q_len, kv_len, q_lengths, kv_lengths)
     static_scale, scale_array = _scale(scale, head_dim, query.dtype)
@@ -204,10 +213,9 @@ def describe(
         v_head_dim=v_head_dim,
         dtype=str(query.dtype),
         scale=static_scale,
-        soft_cap=_soft_cap(logits_soft_cap),
         q_offset=static_offset,
-        bias_shape=None if bias is None else bias.shape,
-        bias_dtype=None if bias is None else str(bias.dtype),
+        scores="" if whole_score is None else str(whole_score),
+        reads=score_reads,
         sinks=log_sinks is not None,
         dropout_rate=rate,
         mask=" & ".join(_name(m) for m in masks) or "no mask",
@@ -215,7 +223,7 @@ def describe(
         backward=_one_of("backward", backward, ("auto", "deterministic", "fast")),
     )
     query, key, value = (x.reshape(batch, *x.shape[nb:]) for x in (query, key, value))
-    x = Operands(query, key, value, bias, combined, offset_array, scale_array, log_sinks, counters)
+    x = Operands(query, key, value, whole_score, combined, offset_array, scale_array, log_sinks, counters)
     return problem, x, batch_dims
 
 
@@ -464,12 +472,15 @@ def _scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float | None, jax.Arr
     return None, scale.astype(jnp.promote_types(dtype, jnp.float32)).reshape(1)
 
 
-def _soft_cap(cap: Any) -> float | None:
-    if cap is None:
-        return None
-    if not isinstance(cap, (int, float, np.number)) or not cap > 0 or not math.isfinite(cap):
-        raise ValueError(f"logits_soft_cap must be a positive number or None; got {cap!r}")
-    return float(cap)
+def _slopes(slopes: Any, batch: int, heads: int) -> jax.Array:
+    slopes = _array("alibi_slopes", slopes)
+    fits = slopes.shape == (heads,) or (slopes.ndim == 2 and slopes.shape[0] in (1, batch) and slopes.shape[1] == heads)
+    if not fits or not jnp.issubdtype(slopes.dtype, jnp.floating):
+        raise ValueError(
+            f"alibi_slopes must be a float array [heads] or [batch or 1, heads], heads = {heads}; got {slopes.dtype} "
+            f"of shape {slopes.shape}"
+        )
+    return slopes
 
 
 def _sinks(sinks: Any, heads: int) -> jax.Array | None:

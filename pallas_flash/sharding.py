@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from . import masks
+from . import masks, scores
 from .problem import Gradients, Operands, Output, Problem
 from .promotion import usual_promotion
 
@@ -35,14 +35,28 @@ def operand_labels(x: Operands) -> Operands:
         heads = "n" if len(leaf.shape) == 4 and leaf.shape[1] > 1 else "."
         return (("b" if leaf.shape[0] > 1 else ".") + heads + "..")[: len(leaf.shape)]
 
-    bias, offset = (None if a is None else label(a) for a in (x.bias, x.q_offset))
+    offset = None if x.q_offset is None else label(x.q_offset)
     scale: Any = None if x.scale is None else "."
     kv: Any = "b.k."
     sinks: Any = None if x.sinks is None else "n"
     dropout: Any = None
     if x.dropout is not None:
         dropout = "".join(axis if size > 1 else "." for axis, size in zip("bn", x.dropout.shape[:2], strict=True)) + "."
-    return Operands(_ROWS, kv, kv, bias, jax.tree.map(label, x.mask), offset, scale, sinks, dropout)
+    return Operands(_ROWS, kv, kv, _score_labels(x.score), jax.tree.map(label, x.mask), offset, scale, sinks, dropout)
+
+
+def _score_labels(score: Any) -> Any:
+    """Labels of a score's arrays, by how they are read."""
+    if score is None:
+        return None
+    leaves, structure = jax.tree.flatten(score)
+    kinds = {"query": "b.", "key": "b.", "batch": "b", "pairs": "bn..", "table": "n."}
+    labels = ["." * leaf.ndim for leaf in leaves]
+    for read in scores.reads(score):
+        shape = leaves[read.leaf].shape
+        axes = "bn"[-len(shape) :] if read.kind == "head" else kinds[read.kind]
+        labels[read.leaf] = "".join(axis if size > 1 else "." for axis, size in zip(axes, shape, strict=True))
+    return jax.tree.unflatten(structure, labels)
 
 
 def output_labels(out: Output) -> Output:
@@ -52,7 +66,11 @@ def output_labels(out: Output) -> Output:
 
 def _result_labels(result: Any, x: Operands) -> Any:
     """Labels of what a tier returns, an output or gradients, from the labels of the operands."""
-    return output_labels(result) if isinstance(result, Output) else Gradients(x.q, x.k, x.v, x.bias, x.scale, x.sinks)
+    if isinstance(result, Output):
+        return output_labels(result)
+    given = zip(result.dscore, jax.tree.leaves(x.score), strict=True)
+    dscore = tuple(None if d is None else label for d, label in given)
+    return Gradients(x.q, x.k, x.v, dscore, x.scale, x.sinks)
 
 
 def by_batch_and_heads(run: Callable[..., Any], p: Problem, args: tuple, labels: tuple) -> Any:
@@ -64,7 +82,7 @@ def by_batch_and_heads(run: Callable[..., Any], p: Problem, args: tuple, labels:
       args: operands first, then any other arrays.
       labels: pytrees of label strings like ``args``.
     """
-    if jax.device_count() == 1 or not _is_known(args[0].mask):
+    if jax.device_count() == 1 or not (_is_known(args[0].mask) and _is_known(args[0].score)):
         return run(p, *args)
     leaves, tree = jax.tree.flatten(args)
     trace = jax.make_jaxpr(lambda *arrays: run(p, *jax.tree.unflatten(tree, arrays)), return_shape=True)
@@ -145,11 +163,11 @@ def equally_varying(x: Operands) -> Operands:
     return jax.tree.map(vary, x) if every else x
 
 
-def _is_known(mask: masks.Mask) -> bool:
-    """Only our own masks: a user's may ask for ``head`` or ``batch``, which each device counts from its own first."""
-    if isinstance(mask, masks.And | masks.Or):
-        return _is_known(mask.a) and _is_known(mask.b)
-    return type(mask).__module__ == masks.__name__
+def _is_known(part: Any) -> bool:
+    """Only our own masks and scores: a user's may ask for ``head`` or ``batch``, which each device counts from 0."""
+    if isinstance(part, masks.And | masks.Or | scores.Chain):
+        return _is_known(part.a) and _is_known(part.b)
+    return part is None or type(part).__module__ in (masks.__name__, scores.__name__)
 
 
 def _axes(p: Problem, mesh: Any, q_spec: PartitionSpec) -> dict[str, tuple[str, ...]]:
@@ -166,19 +184,11 @@ def _axes(p: Problem, mesh: Any, q_spec: PartitionSpec) -> dict[str, tuple[str, 
 
 def _local(p: Problem, batches: int, heads: int) -> Problem:
     """The problem of one device."""
-    bias = p.bias_shape
-    if bias is not None:
-        bias = (
-            bias[0] if bias[0] == 1 else bias[0] // batches,
-            bias[1] if bias[1] == 1 else bias[1] // heads,
-            *bias[2:],
-        )
     return dataclasses.replace(
         p,
         batch=p.batch // batches,
         num_q_heads=p.num_q_heads // heads,
         num_kv_heads=p.num_kv_heads // heads,
-        bias_shape=bias,
     )
 
 

@@ -8,6 +8,7 @@ along one side at once, and answer with a :class:`Range` for each.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,23 +26,52 @@ class Span:
       row: int32 rows in the array, shaped to broadcast over the tile.
       index: int32 absolute positions (row plus the query offset), shaped alike.
       batch, head: the batch row and the query head of this tile, int32, broadcastable to ``index``.
+      watch: sees every read of an array, ``watch(kind, array, load, entry)``, and says what it gives.
     """
 
     row: jax.Array
     index: jax.Array
     batch: Any
     head: Any
+    watch: Callable[..., jax.Array] | None = dataclasses.field(default=None, kw_only=True)
 
     def take(self, per_token: Any) -> jax.Array:
         """Values of an array [B or 1, length] at these tokens, shaped like ``index``."""
-        raise NotImplementedError
+        return self._read("token", per_token, lambda: self._take(per_token))
 
     def per_batch(self, values: Any) -> jax.Array:
         """Value of an array [B or 1] for this batch row, broadcastable to ``index``."""
-        raise NotImplementedError
+        return self._read("batch", values, lambda: self._per_batch(values))
+
+    def per_head(self, values: Any) -> jax.Array:
+        """Value of an array [N or 1] or [B or 1, N or 1] for this query head, broadcastable to ``index``."""
+        return self._read("head", values, lambda: self._per_head(values))
 
     def take_pairs(self, kv: Any, pairs: Any) -> jax.Array:
         """Of queries: the tile with keys ``kv`` of an array [B or 1, N or 1, T or 1, S or 1]; a size of 1 stays 1."""
+        return self._read("pairs", pairs, lambda: self._take_pairs(kv, pairs))
+
+    def look_up(self, table: Any, entry: jax.Array) -> jax.Array:
+        """Values of an array [N or 1, entries] at this query head and int ``entry``, which is clipped to its bounds."""
+        entry = jnp.clip(entry, 0, table.shape[1] - 1).astype(jnp.int32)
+        return self._read("table", table, lambda: self._look_up(table, entry), entry)
+
+    def _read(self, kind: str, array: Any, load: Callable[[], jax.Array], entry: Any = None) -> jax.Array:
+        return load() if self.watch is None else self.watch(kind, array, load, entry)
+
+    def _take(self, per_token: Any) -> jax.Array:
+        raise NotImplementedError
+
+    def _per_batch(self, values: Any) -> jax.Array:
+        raise NotImplementedError
+
+    def _per_head(self, values: Any) -> jax.Array:
+        raise NotImplementedError
+
+    def _take_pairs(self, kv: Any, pairs: Any) -> jax.Array:
+        raise NotImplementedError
+
+    def _look_up(self, table: Any, entry: jax.Array) -> jax.Array:
         raise NotImplementedError
 
 

@@ -38,7 +38,7 @@ def varlen_attention(
       is_causal, local_window_size: as in :func:`flash_attention`, by the position within the sequence.
       causal_alignment: ``"top_left"``: query 0 of a sequence stands at its key 0; ``"bottom_right"``: its last query
         stands at its last key.
-      **options: of :func:`flash_attention`, for a batch of one row.
+      **options: of :func:`flash_attention`, for a batch of one row; a ``score`` sees packed rows as positions.
 
     Returns:
       What ``flash_attention`` returns for 3-D input: out [total_q, N, Dv], lse [N, total_q].
@@ -61,6 +61,11 @@ def varlen_attention(
             raise ValueError(f"{name} has no meaning for packed sequences: cu_seqlens_q and cu_seqlens_k bound them")
     if causal_alignment not in ("top_left", "bottom_right"):
         raise ValueError(f"causal_alignment must be 'top_left' or 'bottom_right'; got {causal_alignment!r}")
+    if cu_seqlens_k is not None and options.get("alibi_slopes") is not None:
+        raise ValueError(
+            "alibi_slopes needs keys packed as the queries are (cu_seqlens_k=None): it counts distances in packed "
+            "rows; a score that reads the positions from fields of its own can count others"
+        )
     cu_q = _offsets("cu_seqlens_q", cu_seqlens_q)
     cu_k = cu_q if cu_seqlens_k is None else _offsets("cu_seqlens_k", cu_seqlens_k)
     if cu_q.shape != cu_k.shape:

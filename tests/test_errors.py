@@ -67,12 +67,6 @@ def test_malformed_call(name):
         jax.eval_shape(lambda: call(**arguments))
 
 
-@pytest.mark.parametrize("name", ["alibi_slopes", "score"])
-def test_not_there_yet(name):
-    with pytest.raises(NotImplementedError, match=f"{name}.*not implemented yet"):
-        call(**{name: 0.5})
-
-
 def test_explain_refuses_unknown_arguments():
     with pytest.raises(TypeError, match="unknown arguments: causal"):
         pf.explain(Q, K, K, causal=True)

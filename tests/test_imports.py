@@ -15,6 +15,7 @@ ORDER = [
     "spans",
     "softmax",
     "masks",
+    "scores",
     "picture",
     "problem",
     "sharding",

@@ -36,7 +36,7 @@ def gradient(case):
 def test_case_lowers(case):
     function, arguments = gradient(case)
     text = lower(function, *arguments)
-    for kernel in ("flash_forward", "flash_dq", "flash_dkv", *(["flash_dbias"] if arguments[3] is not None else [])):
+    for kernel in ("flash_forward", "flash_dq", "flash_dkv", *(["flash_dscore"] if arguments[3] is not None else [])):
         assert kernel in text
 
 

@@ -86,7 +86,7 @@ def test_shard_map_that_checks_what_varies(monkeypatch):
     with pytest.raises(NotImplementedError, match="interpreted kernels.*check_vma=False"):
         mapped(Q)
     monkeypatch.setattr(devices, "current", lambda: devices.Device("cuda", "NVIDIA H200", (9, 0)))
-    assert "flash_dbias" in str(jax.make_jaxpr(mapped)(Q))
+    assert "flash_dscore" in str(jax.make_jaxpr(mapped)(Q))
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64])

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from .. import dropout
 from ..masks import Mask, pairs_allowed
 from ..problem import Operands, Output, Problem, offset_of, scale_of
-from ..softmax import LN2, LOWEST
+from ..scores import applied
+from ..softmax import LOWEST
 from ..spans import Span
 
 
@@ -29,17 +30,23 @@ class DenseSpan(Span):
     def _rows(self) -> jax.Array:
         return self.row.reshape(-1)
 
-    def take(self, per_token: Any) -> jax.Array:
+    def _take(self, per_token: Any) -> jax.Array:
         values = jnp.asarray(per_token)[:, self._rows()]
         return values[:, None, :, None] if self.axis == -2 else values[:, None, None, :]
 
-    def per_batch(self, values: Any) -> jax.Array:
+    def _per_batch(self, values: Any) -> jax.Array:
         return jnp.asarray(values).reshape(-1, 1, 1, 1)
 
-    def take_pairs(self, kv: DenseSpan, pairs: Any) -> jax.Array:
+    def _per_head(self, values: Any) -> jax.Array:
+        return jnp.atleast_2d(jnp.asarray(values))[..., None, None]
+
+    def _take_pairs(self, kv: DenseSpan, pairs: Any) -> jax.Array:
         pairs = jnp.asarray(pairs)
         pairs = pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
         return pairs if pairs.shape[-2] == 1 else pairs[:, :, self._rows(), :]
+
+    def _look_up(self, table: Any, entry: jax.Array) -> jax.Array:
+        return jnp.asarray(table)[self.head if table.shape[0] > 1 else 0, entry]
 
 
 def spans(batch: int, heads: int, rows: jax.Array, kv_len: int, q_offset: Any) -> tuple[DenseSpan, DenseSpan]:
@@ -77,14 +84,14 @@ def attend(problem: Problem, x: Operands, rows: jax.Array | None = None) -> Outp
     logits = jnp.einsum("btkgd,bskd->bkgts", grouped, k, precision=precision, preferred_element_type=wide)
     logits = logits.reshape(p.batch, p.num_q_heads, q.shape[1], p.kv_len)
     logits = logits * scale_of(p, x)
-    if p.soft_cap is not None:
-        logits = p.soft_cap * jnp.tanh(logits / p.soft_cap)
-    if x.bias is not None:
-        bias = x.bias if x.bias.shape[2] == 1 else x.bias[:, :, rows]
-        logits = logits + bias.astype(wide)
     bad = bad_q[..., None] | jnp.repeat(bad_k | bad_v, p.group, axis=1)[:, :, None, :]
     allowed = jnp.broadcast_to(pairs_allowed(x.mask, q_span, kv_span), logits.shape)
-    allowed &= ~(logits < LOWEST * LN2)  # a bias of finfo.min forbids, here as in the kernels
+    if x.score is not None:
+        # What a score makes of a forbidden pair, or reads there, may be NaN: no gradient passes through it.
+        watch = _only(allowed)
+        logits = jnp.where(allowed, logits, 0.0)
+        logits = applied(x.score, logits, *(dataclasses.replace(s, watch=watch) for s in (q_span, kv_span)))
+    allowed &= ~(logits < LOWEST)  # a bias of finfo.min forbids, here as in the kernels
     logits = jnp.where(allowed, jnp.where(bad, jnp.nan, logits), -jnp.inf)
 
     sinks = jnp.full((1, 1, 1, 1), -jnp.inf, wide) if x.sinks is None else x.sinks[None, :, None, None].astype(wide)
@@ -107,6 +114,16 @@ def attend(problem: Problem, x: Operands, rows: jax.Array | None = None) -> Outp
     # The select keeps the cotangent of a row without keys, whatever it is, away from every gradient.
     o = jnp.where(keyless[..., 0].swapaxes(1, 2)[..., None], 0.0, o)
     return Output(o.astype(p.dtype), lse.astype(wide))
+
+
+def _only(allowed: jax.Array) -> Any:
+    """A span's ``watch`` that gives 0 for what is read at forbidden pairs."""
+
+    def watch(kind: str, array: Any, load: Any, entry: Any) -> jax.Array:
+        values = load()
+        return jnp.where(allowed, values, jnp.zeros((), values.dtype))
+
+    return watch
 
 
 def _finite(a: jax.Array) -> tuple[jax.Array, jax.Array]:

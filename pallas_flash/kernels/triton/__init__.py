@@ -73,7 +73,7 @@ def describe(problem: Problem, device: Device) -> dict[str, str]:
 
 
 def _kernels(problem: Problem) -> tuple[str, ...]:
-    return ("forward", "dq", "dkv") + (() if problem.bias_shape is None else ("dbias",))
+    return ("forward", "dq", "dkv") + (("dscore",) if any(read.differentiable for read in problem.reads) else ())
 
 
 def forward(problem: Problem, device: Device, x: Operands, *, keep_rest: bool) -> Output:

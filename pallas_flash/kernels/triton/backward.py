@@ -18,8 +18,8 @@ from jax.experimental.pallas import triton as plt
 from ...masks import kv_tile_ranges, q_tile_ranges
 from ...problem import Gradients, Operands, Output, Problem, offset_of
 from ...softmax import LOG2E
-from .bias_gradient import bias_gradient
 from .forward import place, split
+from .score_gradients import score_gradients
 from .tile_math import (
     Loops,
     ScoreMaker,
@@ -62,8 +62,8 @@ def backward(
         # A query that sees nothing may hold NaN.
         dscale = jnp.sum(jnp.where(dq == 0, 0.0, dq.astype(jnp.float32) * x.q.astype(jnp.float32))).reshape(1)
         dq, dk = ((g * x.scale[0]).astype(g.dtype) for g in (dq, dk))
-    dbias = None if x.bias is None else bias_gradient(p, x, saved, tiles["dbias"], interpret)
-    return Gradients(dq, dk, dv, dbias, dscale, None if x.sinks is None else _dsinks(x.sinks, out, do, dlse))
+    dscore = score_gradients(p, x, saved, tiles.get("dscore"), interpret)
+    return Gradients(dq, dk, dv, dscore, dscale, None if x.sinks is None else _dsinks(x.sinks, out, do, dlse))
 
 
 def _dsinks(sinks: jax.Array, out: Output, do: jax.Array, dlse: jax.Array) -> jax.Array:

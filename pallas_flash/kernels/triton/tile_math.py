@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as plt
 from ... import dropout
 from ...masks import pairs_allowed
 from ...problem import Operands, Problem, offset_of, scale_of
+from ...scores import applied
 from ...softmax import LOG2E
 from ...spans import Span
 
@@ -195,16 +196,21 @@ class TritonSpan(Span):
         row = flat[:, None] if axis == 0 else flat[None, :]
         return cls(row, row + offset, batch, head, flat, length, axis)
 
-    def take(self, per_token: Any) -> jax.Array:
+    def _take(self, per_token: Any) -> jax.Array:
         batch = self.batch if per_token.shape[0] > 1 else 0
         values = plt.load(per_token.at[batch, self.flat], mask=self.flat < self.length, other=_nothing(per_token))
         return values[:, None] if self.axis == 0 else values[None, :]
 
-    def per_batch(self, values: Any) -> jax.Array:
+    def _per_batch(self, values: Any) -> jax.Array:
         return values[self.batch if values.shape[0] > 1 else 0]
 
-    def take_pairs(self, kv: TritonSpan, pairs: Any) -> jax.Array:
-        """A tile of an array [B or 1, N or 1, T or 1, S or 1]; a dimension of 1 stays 1."""
+    def _per_head(self, values: Any) -> jax.Array:
+        head = self.head if values.shape[-1] > 1 else 0
+        if len(values.shape) == 1:
+            return values[head]
+        return values[self.batch if values.shape[0] > 1 else 0, head]
+
+    def _take_pairs(self, kv: TritonSpan, pairs: Any) -> jax.Array:
         batches, heads, q_len, kv_len = pairs.shape
         batch = self.batch if batches > 1 else 0
         head = self.head if heads > 1 else 0
@@ -215,6 +221,9 @@ class TritonSpan(Span):
         inside = (q_row < q_len) & (kv_row < kv_len)
         values = plt.load(pairs.at[batch, head, q_row, kv_row], mask=inside, other=_nothing(pairs))
         return values != 0 if values.dtype == _WIDE_BOOL else values
+
+    def _look_up(self, table: Any, entry: jax.Array) -> jax.Array:
+        return plt.load(table.at[self.head if table.shape[0] > 1 else 0, entry])
 
 
 _WIDE_BOOL = jnp.int16
@@ -238,17 +247,18 @@ def _nothing(ref: Any) -> jax.Array:
 
 
 class Scores(NamedTuple):
-    """One tile of scores in units of ``ScoreMaker.unit`` base-2 logits, and what its derivative needs."""
+    """One tile of logits in units of ``ScoreMaker.unit`` base-2 logits, and what its derivative needs."""
 
     s: jax.Array  # float32, -inf where forbidden
     allowed: jax.Array | None  # None where the whole tile is
-    capped: jax.Array | None  # tanh of the soft cap
+    scaled: jax.Array  # before the scores and the mask
+    pull: Any  # from gradients of the logits to those of the scaled products; None where they are the same
     kept: jax.Array | None  # by dropout
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreMaker:
-    """Turns products q.k of a tile into masked logits: scale, soft cap, bias, then every mask.
+    """Turns products q.k of a tile into masked logits: scale, scores, then every mask.
 
     The one place where a logit gets its meaning in this tier; forward, dq and dk/dv kernels all call it, the last
     with the tile transposed (``q_axis`` 1).
@@ -260,11 +270,15 @@ class ScoreMaker:
     interpret: bool
 
     @property
+    def scales_late(self) -> bool:
+        """Whether the scale can wait for the fused multiply-add of exp2."""
+        scale = self.problem.scale
+        return self.x.score is None and scale is not None and 1e-6 < scale < 1e6
+
+    @property
     def unit(self) -> float:
-        """Base-2 logits per unit of a score: the scale, where it can wait for the fused multiply-add of exp2."""
-        p = self.problem
-        plain = p.soft_cap is None and p.bias_shape is None
-        return p.scale * LOG2E if plain and p.scale is not None and 1e-6 < p.scale < 1e6 else 1.0
+        """Base-2 logits per unit of a score."""
+        return self.problem.scale * LOG2E if self.scales_late and self.problem.scale else LOG2E
 
     def offset(self, batch: Any) -> Any:
         offset = offset_of(self.problem, self.x)
@@ -278,20 +292,17 @@ class ScoreMaker:
     def __call__(self, products: jax.Array, q: TritonSpan, kv: TritonSpan, penalty: jax.Array | None) -> Scores:
         """Scores of a tile; ``penalty`` is :func:`sanitise`'s, or None for a tile that the mask allows entirely."""
         p = self.problem
-        scale = scale_of(p, self.x)
-        scale = scale if isinstance(scale, float) else scale[0]
-        s = products if penalty is None else products + penalty
-        capped = None
-        if p.soft_cap is not None:
-            capped = jnp.tanh(s * (scale / p.soft_cap))
-            s = capped * (p.soft_cap * LOG2E)
-        elif self.unit == 1.0:
-            s = s * (scale * LOG2E)
-        if self.x.bias is not None:
-            s = s + q.take_pairs(kv, self.x.bias).astype(jnp.float32) * LOG2E
+        scaled = products if penalty is None else products + penalty
+        if not self.scales_late:
+            scale = scale_of(p, self.x)
+            scaled = scaled * (scale if isinstance(scale, float) else scale[0])
+        s, pull = scaled, None
+        if self.x.score is not None:
+            loaded = self.loaded(q, kv)
+            s, pull = jax.vjp(lambda s: self._apply(s, q, kv, [load.values for load in loaded]), scaled)
         kept = self._kept(q, kv)
         if penalty is None:
-            return Scores(s, None, capped, kept)
+            return Scores(s, None, scaled, pull, kept)
         allowed = pairs_allowed(self.x.mask, q, kv)
         if p.kv_len % kv.flat.shape[0]:
             allowed = allowed & (kv.row < p.kv_len)
@@ -299,7 +310,7 @@ class ScoreMaker:
             # Queries behind the end have p = 0, but a NaN in v would make their ds NaN.
             allowed = allowed & (q.row < p.q_len)
         allowed = jnp.broadcast_to(allowed, s.shape)
-        return Scores(jnp.where(allowed, s, -jnp.inf), allowed, capped, kept)
+        return Scores(jnp.where(allowed, s, -jnp.inf), allowed, scaled, pull, kept)
 
     def _kept(self, q: TritonSpan, kv: TritonSpan) -> jax.Array | None:
         counters = self.x.dropout
@@ -319,8 +330,6 @@ class ScoreMaker:
 
     def exp2_below(self, s: jax.Array, m: jax.Array) -> jax.Array:
         """2**(base-2 logits less their row maximum), from scores and a row maximum [rows] in the same unit."""
-        if self.unit == 1.0:
-            return exp2(s - m[:, None], self.interpret)
         # A fused multiply-add rounds once, so s * unit and m * unit agree only to the rounding of the latter. That
         # cancels in the softmax until it overflows exp2. Logits so large differ by 0 or by more than exp2 can show:
         # for them the nearest power of two as unit, with which all products are exact, gives the same 0 or 1.
@@ -331,22 +340,60 @@ class ScoreMaker:
     def probabilities(self, s: jax.Array, lse2: jax.Array) -> jax.Array:
         """2**(base-2 logits - lse2), with lse2 [rows] along the query axis of the tile."""
         lse2 = lse2[:, None] if self.q_axis == 0 else lse2[None, :]
-        if self.unit == 1.0:
-            return exp2(s - lse2, self.interpret)
         return exp2_fma(s, jnp.full((1, 1), self.unit, jnp.float32), -lse2, self.interpret)
 
     def d_products(self, scores: Scores, p: jax.Array, dp: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Gradients of the loss by the logits (for the bias) and by ``scale * q.k`` (for q and k).
+        """Gradients of the loss by the logits (for what scores read) and by ``scale * q.k`` (for q and k).
 
         ``dp`` is do.v, ``delta`` the row sums of do * o less the cotangent of lse
         (FlashAttention-2, arXiv:2307.08691, algorithm 2).  Forbidden pairs get 0 even where dp is NaN.
         """
         ds = p * (self.dropped(scores, dp) - delta)
-        uncapped = ds if scores.capped is None else ds * (1.0 - scores.capped * scores.capped)
+        d_scaled = ds if scores.pull is None else scores.pull(ds)[0]
         if scores.allowed is None:
-            return ds, uncapped
-        # Last, because a forbidden NaN makes its slope of the cap NaN too.
-        return jnp.where(scores.allowed, ds, 0.0), jnp.where(scores.allowed, uncapped, 0.0)
+            return ds, d_scaled
+        # Last, because a forbidden NaN makes its slope NaN too.
+        return jnp.where(scores.allowed, ds, 0.0), jnp.where(scores.allowed, d_scaled, 0.0)
+
+    def d_read(self, number: int, scores: Scores, ds: jax.Array, q: TritonSpan, kv: TritonSpan) -> jax.Array:
+        """Gradient by what the score's read of this number gives, pair by pair, from that of the logits."""
+
+        values = [load.values for load in self.loaded(q, kv)]
+
+        def shifted(probe):
+            seen = values[number].astype(jnp.float32) + probe
+            return self._apply(scores.scaled, q, kv, [*values[:number], seen, *values[number + 1 :]])
+
+        _, pull = jax.vjp(shifted, jnp.zeros_like(ds))
+        (d,) = pull(ds)
+        return d if scores.allowed is None else jnp.where(scores.allowed, d, 0.0)
+
+    def loaded(self, q: TritonSpan, kv: TritonSpan) -> list[Loaded]:
+        """All that the score reads for a tile, in order: loads cannot be differentiated, so they come first."""
+        found = []
+
+        def watch(kind, array, load, entry):
+            found.append(Loaded(load(), entry))
+            return found[-1].values
+
+        self._watched(jnp.zeros(jnp.broadcast_shapes(q.row.shape, kv.row.shape), jnp.float32), q, kv, watch)
+        return found
+
+    def _apply(self, s: jax.Array, q: TritonSpan, kv: TritonSpan, values: list[jax.Array]) -> jax.Array:
+        """The score of a tile, from what its reads gave."""
+        in_order = iter(values)
+        return self._watched(s, q, kv, lambda kind, array, load, entry: next(in_order))
+
+    def _watched(self, s: jax.Array, q: TritonSpan, kv: TritonSpan, watch: Any) -> jax.Array:
+        assert self.x.score is not None
+        return applied(self.x.score, s, *(dataclasses.replace(span, watch=watch) for span in (q, kv)))
+
+
+class Loaded(NamedTuple):
+    """What one read of a score gave; of a table also which entry was taken."""
+
+    values: jax.Array
+    entry: Any
 
 
 def sanitise(values: Chunks) -> tuple[Chunks, jax.Array]:

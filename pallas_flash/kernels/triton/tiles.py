@@ -51,7 +51,7 @@ _TILES = {
         256: Tile(64, 32, 4, 2),
         512: Tile(32, 32, 8, 1),
     },
-    "dbias": _DQ,
+    "dscore": _DQ,
 }
 # float32 has twice the bytes and, with TF32 or its triple product, twice the registers per element.
 _DQ_FLOAT32 = {64: Tile(64, 32, 4, 3), 128: Tile(64, 32, 8, 3), 256: Tile(32, 32, 4, 2), 512: Tile(32, 16, 8, 1)}
@@ -59,12 +59,12 @@ _TILES_FLOAT32 = {
     "forward": {64: Tile(64, 32, 8, 3), 128: Tile(64, 64, 8, 3), 256: Tile(64, 32, 8, 2), 512: Tile(32, 16, 8, 1)},
     "dq": _DQ_FLOAT32,
     "dkv": {64: Tile(32, 32, 4, 3), 128: Tile(32, 32, 4, 2), 256: Tile(32, 16, 4, 2), 512: Tile(32, 16, 8, 1)},
-    "dbias": _DQ_FLOAT32,
+    "dscore": _DQ_FLOAT32,
 }
 
 
 def choose(problem: Problem, kernel: str, device: Device) -> Tile:
-    """The tile of ``kernel`` ("forward", "dq", "dkv" or "dbias"), shrunk until it fits the problem and the device.
+    """The tile of ``kernel`` ("forward", "dq", "dkv" or "dscore"), shrunk until it fits the problem and the device.
 
     Raises:
       ValueError: not even the smallest tile fits the device's shared memory.
@@ -78,9 +78,9 @@ def choose(problem: Problem, kernel: str, device: Device) -> Tile:
         tile = Tile(64, 128, 8, 3)  # the loop over the group costs the other tile 376 bytes of spills
     if kernel == "forward" and dim == 128 and walked > 8192 and not wide:
         # Larger tiles read less through L2 and draw less power, which is what limits a long run.
-        plain = problem.mask == "no mask" and problem.soft_cap is None and problem.bias_shape is None
+        plain = problem.mask == "no mask" and not problem.scores
         tile = Tile(256, 64, 16, 3) if plain else Tile(128, 64, 8, 3, registers=True)
-    if kernel == "dbias" or (kernel != "dq" and walked <= 2048):
+    if kernel == "dscore" or (kernel != "dq" and walked <= 2048):
         # Too few steps to earn the way there: 278 instead of 293 TFLOP/s at 1k.
         tile = dataclasses.replace(tile, registers=False)
     tile = dataclasses.replace(

@@ -1,7 +1,7 @@
 """Implementations to compare, with one face: ``attention(q, k, v, extras)`` for a workload, in [B, T, N, D].
 
-``extras`` holds what else a workload needs (segment ids, a mask, a bias), as arguments: arrays that a jitted function
-closes over become constants of the program, half a gigabyte of them for a bias.
+``extras`` holds what else a workload needs (segment ids, a mask, a bias, sinks), as arguments: arrays that a jitted
+function closes over become constants of the program, half a gigabyte of them for a bias.
 """
 
 from __future__ import annotations
@@ -28,28 +28,44 @@ class Refusal(Exception):
 
 
 def extras(w: Workload) -> dict[str, Any]:
-    made: dict[str, Any] = {"ids": None, "mask": None, "bias": None}
+    made: dict[str, Any] = dict.fromkeys(("ids", "mask", "bias", "sinks", "slopes", "key", "starts"))
     if w.documents:
         ids = jnp.asarray(np.repeat(np.arange(len(w.documents)), w.documents), jnp.int32)[None]
         # The dense mask of those who know no segment ids.
         made |= {"ids": ids, "mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
+        made["starts"] = jnp.asarray(np.cumsum((0, *w.documents)), jnp.int32)
     if w.bias:
         made["bias"] = jax.random.normal(jax.random.key(7, impl="rbg"), (1, w.heads, w.length, w.length)).astype(
             w.dtype
         )
+    if w.sinks:
+        made["sinks"] = jax.random.normal(jax.random.key(8), (w.heads,))
+    if w.alibi:
+        made["slopes"] = 2.0 ** (-8.0 * jnp.arange(1, w.heads + 1) / w.heads)
+    if w.dropout:
+        made["key"] = jax.random.key(9)
     return made
 
 
 def ours(implementation: str) -> Maker:
     def make(w: Workload) -> Attention:
         options = {**w.options(), "implementation": implementation}
-        return lambda q, k, v, x: pallas_flash.flash_attention(q, k, v, x["bias"], q_segment_ids=x["ids"], **options)
+        options |= {"logits_soft_cap": w.soft_cap, "dropout_rate": w.dropout}
+
+        def attention(q, k, v, x):
+            more = {"sinks": x["sinks"], "alibi_slopes": x["slopes"], "dropout_rng": x["key"], **options}
+            if w.varlen:
+                return pallas_flash.varlen_attention(q[0], k[0], v[0], x["starts"], **more)[None]
+            return pallas_flash.flash_attention(q, k, v, x["bias"], q_segment_ids=x["ids"], **more)
+
+        return attention
 
     return make
 
 
 def jax_nn(implementation: str) -> Maker:
     def make(w: Workload) -> Attention:
+        _refuse_ours(w)
         if implementation == "xla" and w.batch * w.heads * (w.q_length or w.length) * w.length * 4 > 40e9:
             raise Refusal("float32 logits of more than 40 GB")
         options = {**w.options(), "implementation": implementation}
@@ -59,6 +75,7 @@ def jax_nn(implementation: str) -> Maker:
 
 
 def jax_triton_op(w: Workload) -> Attention:
+    _refuse_ours(w)
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
     if w.window is not None or w.bias or w.kv_heads not in (None, w.heads):
         raise Refusal("no window, no bias, no grouped heads")
@@ -67,6 +84,7 @@ def jax_triton_op(w: Workload) -> Attention:
 
 def tokamax(implementation: str) -> Maker:
     def make(w: Workload) -> Attention:
+        _refuse_ours(w)
         module = importlib.import_module("tokamax")
         options = {**w.options(), "implementation": implementation}
         return lambda q, k, v, x: module.dot_product_attention(q, k, v, x["bias"], x["mask"], **options)
@@ -74,7 +92,13 @@ def tokamax(implementation: str) -> Maker:
     return make
 
 
+def _refuse_ours(w: Workload) -> None:
+    if w.only_ours:
+        raise Refusal(f"no {w.only_ours}")
+
+
 def _flash_mha(module: Any, w: Workload) -> Callable[..., jax.Array]:
+    _refuse_ours(w)
     if w.bias:
         raise Refusal("no bias")
     # FlashAttention counts the keys beside the query, as jax.nn does; -1 leaves a side open.
@@ -104,6 +128,7 @@ def flash_attn3_jax(w: Workload) -> Attention:
 
 
 def jax_linear_attention(w: Workload) -> Attention:
+    _refuse_ours(w)
     module = importlib.import_module("jla.ops.mosaic_gpu.attention")
     if not w.causal or w.bias:
         raise Refusal("causal only, no bias")

@@ -23,46 +23,65 @@ def part(w: Workload, name: str, array: jax.Array) -> jax.Array:
     return jnp.asarray(array[-1, :, -heads:], jnp.float32)
 
 
-def _dense(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, ids: jax.Array) -> jax.Array:
+def _dense(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, x: dict[str, Any]) -> jax.Array:
     """q: [T, G, D], k and v: [S, D], bias: [G, T, S]; each block of rows is recomputed in the backward pass."""
+    ids, sinks, slopes = x["ids"], x["sinks"], x["slopes"]
     size = ROWS if q.shape[0] % ROWS == 0 else q.shape[0]
     keys = jnp.arange(w.length)
 
     def rows(block):
-        q, index, bias = block
+        q, index, bias, kept = block
         logits = jnp.einsum("qgd,kd->gqk", q, k, precision="highest") * w.dim**-0.5
+        if w.soft_cap is not None:
+            logits = w.soft_cap * jnp.tanh(logits / w.soft_cap)
         if bias is not None:
             logits += jnp.moveaxis(bias, 0, 1)
         distance = index[:, None] - keys
+        if slopes is not None:
+            logits -= slopes[:, None, None] * jnp.abs(distance)
         allowed = ids[index][:, None] == ids
         if w.causal:
             allowed &= distance >= 0
         if w.window is not None:
             allowed &= (distance >= 0) & (distance <= w.window)
-        p = jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf))
+        logits = jnp.where(allowed, logits, -jnp.inf)
+        if sinks is not None:
+            logits = jnp.concatenate([logits, jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:2], 1))], -1)
+        p = jax.nn.softmax(logits)[..., : w.length]
+        if kept is not None:
+            p = jnp.where(jnp.moveaxis(kept, 0, 1), p / (1 - w.dropout), 0.0)
         return jnp.einsum("gqk,kd->qgd", p, v, precision="highest")
 
     def blocks(x):
         return x.reshape(-1, size, *x.shape[1:])
 
-    bias = None if bias is None else blocks(jnp.moveaxis(bias, 0, 1))
-    return jax.lax.map(jax.checkpoint(rows), (blocks(q), blocks(keys[: q.shape[0]]), bias)).reshape(q.shape)
+    pairs = (None if x[name] is None else blocks(jnp.moveaxis(x[name], 0, 1)) for name in ("bias", "kept"))
+    return jax.lax.map(jax.checkpoint(rows), (blocks(q), blocks(keys[: q.shape[0]]), *pairs)).reshape(q.shape)
 
 
 def results(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, extras: dict[str, Any]):
     """The checked parts of out, dq, dk and dv."""
     q, do = part(w, "out", q), part(w, "out", do)
     k, v = part(w, "dk", k)[:, 0], part(w, "dv", v)[:, 0]
-    ids = extras["ids"][0] if w.documents else jnp.zeros(w.length, jnp.int32)
-    bias = extras["bias"][0, -q.shape[1] :].astype(jnp.float32) if w.bias else None
+    group = q.shape[1]
+    x = {
+        "ids": extras["ids"][0] if w.documents else jnp.zeros(w.length, jnp.int32),
+        "bias": extras["bias"][0, -group:].astype(jnp.float32) if w.bias else None,
+        "sinks": extras["sinks"][-group:] if w.sinks else None,
+        "slopes": extras["slopes"][-group:] if w.alibi else None,
+        "kept": None,
+    }
+    if w.dropout:
+        shape = (w.batch, w.heads, w.q_length or w.length, w.length)
+        x["kept"] = jax.jit(lambda key: jax.random.bernoulli(key, 1 - w.dropout, shape)[-1, -group:])(extras["key"])
 
     @jax.jit
-    def compute(q, k, v, do, bias, ids):
-        out, pullback = jax.vjp(lambda q, k, v: _dense(w, q, k, v, bias, ids), q, k, v)
+    def compute(q, k, v, do, x):
+        out, pullback = jax.vjp(lambda q, k, v: _dense(w, q, k, v, x), q, k, v)
         dq, dk, dv = pullback(do)
         return {"out": out, "dq": dq, "dk": dk[:, None], "dv": dv[:, None]}
 
-    return compute(q, k, v, do, bias, ids)
+    return compute(q, k, v, do, x)
 
 
 def error(w: Workload, computed: dict[str, Any], wanted: dict[str, jax.Array]) -> float:

@@ -21,8 +21,8 @@ def calls(w: Workload, q: Any, k: Any, v: Any, do: Any) -> tuple[dict[str, Calla
         raise Refusal("torch is not installed") from error
     if not torch.cuda.is_available():
         raise Refusal("torch sees no CUDA device")
-    if w.documents or w.window is not None or w.bias:
-        raise Refusal("no packed documents, no window, no bias on this path")
+    if w.documents or w.window is not None or w.bias or w.only_ours:
+        raise Refusal("no packed documents, no window, no bias, and no option that jax.nn lacks on this path")
 
     def to_torch(x: jax.Array) -> Any:
         x32 = torch.from_numpy(np.asarray(x.astype(jnp.float32)).copy())

@@ -22,7 +22,13 @@ class Workload:
     causal: bool = False
     window: int | None = None  # keys to the left of the query, besides itself
     documents: tuple[int, ...] = ()
-    bias: bool = False  # [1, heads, length, length] in the inputs' dtype, without its own gradient
+    bias: bool = False  # [1, heads, length, length] in the inputs' dtype
+    bias_gradient: bool = False  # whether the backward pass computes that of the bias too
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    dropout: float = 0.0
+    varlen: bool = False  # the documents through varlen_attention, where a peer has it
     q_length: int | None = None  # queries, where they are fewer than the keys
     repeats: int = 1  # calls in one program, each waiting for the one before: for work shorter than its launch
 
@@ -40,6 +46,12 @@ class Workload:
         else:
             pairs = (self.q_length or s) * s * (0.5 if self.causal else 1)
         return 4.0 * self.batch * self.heads * pairs * self.dim
+
+    @property
+    def only_ours(self) -> str:
+        """Options that jax.nn and most peers lack."""
+        named = {"soft cap": self.soft_cap, "ALiBi": self.alibi, "sinks": self.sinks, "dropout": self.dropout}
+        return ", ".join(name for name, value in named.items() if value)
 
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"is_causal": True} if self.causal else {}
@@ -68,9 +80,22 @@ SPECIAL = [
     Workload("short", 256, 128, 16, 64),
     Workload("d96", 4, 4096, 16, 96, causal=True),
     Workload("d192", 4, 4096, 10, 192, causal=True),
-    Workload("bias", 1, 4096, 16, 128, bias=True),
     Workload("long-128k", 1, 131072, 4, 128, causal=True),
 ]
+# One option beside the plain call, or what its users run.
+_PLAIN = Workload("plain", 4, 4096, 16, 128, causal=True)
+OPTIONS = [
+    _PLAIN,
+    dataclasses.replace(_PLAIN, name="soft-cap", soft_cap=30.0),
+    dataclasses.replace(_PLAIN, name="alibi", alibi=True),
+    dataclasses.replace(_PLAIN, name="dropout", dropout=0.1),
+    Workload("bias", 1, 4096, 16, 128, bias=True),
+    Workload("bias-gradient", 1, 4096, 16, 128, bias=True, bias_gradient=True),
+    Workload("gpt-oss", 1, 16384, 64, 64, kv_heads=8, causal=True, window=127, sinks=True),
+    Workload("batch-8x4k", 8, 4096, 16, 128, causal=True),
+    Workload("ragged-8x1k", 1, 8192, 16, 128, causal=True, documents=(2048, 512, 1536, 256, 1024, 100, 1948, 768),
+             varlen=True),
+]  # fmt: skip
 # Where plain XLA may be faster: batch x heads from 16 to 4096, 16 heads of 64 channels.
 SMALL = [
     Workload(f"small-{batch * 16}x{length}", batch, length, 16, 64, causal=True, repeats=8)
@@ -88,7 +113,15 @@ SMOKE = [
     Workload("smoke-causal", 1, 64, 2, 16, dtype="float32", causal=True),
     Workload("smoke-gqa", 1, 48, 4, 16, kv_heads=2, dtype="float32"),
 ]
-GROUPS = {"cells": CELLS, "grid": GRID, "special": SPECIAL, "small": SMALL, "decode": DECODE, "smoke": SMOKE}
+GROUPS = {
+    "cells": CELLS,
+    "grid": GRID,
+    "special": SPECIAL,
+    "options": OPTIONS,
+    "small": SMALL,
+    "decode": DECODE,
+    "smoke": SMOKE,
+}
 GROUPS |= {f"d{d}": [w for w in CELLS if w.dim == d] for d in DIMS}
 
 

@@ -7,6 +7,7 @@ gradients are written out by hand.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -43,13 +44,14 @@ def oracle(q, k, v, do, dlse, options):
     """Everything in float64: dict of out, lse, dq, dk, dv and, where given, dbias and dsinks."""
     q, k, v, do, dlse = (np.asarray(a).astype(np.float64) for a in (q, k, v, do, dlse))
     batch, q_len, heads, dim = q.shape
+    heads_first = lambda a: np.ascontiguousarray(a.swapaxes(1, 2))  # so that numpy multiplies with BLAS
     kv_len, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     ok = allowed_pairs(batch, heads, q_len, kv_len, options)
     scale = options.get("scale")
     scale = 1 / np.sqrt(dim) if scale is None else float(np.asarray(scale).reshape(()))
-    k_all, v_all = np.repeat(k, group, 2), np.repeat(v, group, 2)
-    s = np.einsum("btnd,bsnd->bnts", q, k_all) * scale
+    q, k, v, do = heads_first(q), heads_first(k).repeat(group, 1), heads_first(v).repeat(group, 1), heads_first(do)
+    s = q @ k.swapaxes(2, 3) * scale
     slope = np.ones_like(s)
     cap = options.get("logits_soft_cap")
     if cap is not None:
@@ -70,14 +72,14 @@ def oracle(q, k, v, do, dlse, options):
         lse = (np.log(total) + m)[..., 0]
     p = np.divide(e, total, out=np.zeros_like(e), where=total > 0)
     kept = kept_weights(s.shape, options)
-    out = np.einsum("bnts,bsnd->btnd", p * kept, v_all)
-    dp = np.einsum("btnd,bsnd->bnts", do, v_all)
-    delta = np.einsum("btnd,btnd->bnt", do, out) - dlse
+    out = (p * kept) @ v
+    dp = do @ v.swapaxes(2, 3)
+    delta = (do * out).sum(-1) - dlse
     ds = p * (kept * dp - delta[..., None])
     raw = ds * slope * scale
-    dq = np.einsum("bnts,bsnd->btnd", raw, k_all)
-    dk = np.einsum("bnts,btnd->bsnd", raw, q).reshape(batch, kv_len, kv_heads, group, dim).sum(3)
-    dv = np.einsum("bnts,btnd->bsnd", p * kept, do).reshape(batch, kv_len, kv_heads, group, -1).sum(3)
+    of_group = lambda a: a.reshape(batch, kv_heads, group, kv_len, -1).sum(2)
+    dk, dv = (of_group(a.swapaxes(2, 3) @ b) for a, b in ((raw, q), (p * kept, do)))
+    out, dq, dk, dv = (a.swapaxes(1, 2) for a in (out, raw @ k, dk, dv))
     result = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     if options.get("sinks") is not None:
         p_sinks = np.divide(e_sinks, total, out=np.zeros_like(e_sinks), where=total > 0)
@@ -99,6 +101,11 @@ def kept_weights(shape, options):
     return np.asarray(jax.random.bernoulli(options["dropout_rng"], 1 - rate, drawn)) / (1 - rate)
 
 
+def normal(seed, *shape, dtype="float32"):
+    """A sample from numpy, which compiles nothing."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
 def error(got, want):
     """Relative Frobenius error; places where the oracle is -inf must agree exactly and are left out."""
     got, want = np.asarray(got).astype(np.float64), np.asarray(want)
@@ -110,8 +117,14 @@ def error(got, want):
 
 
 def check(got, plain, want, floor):
-    """The rule: for every array, error at most twice that of plain XLA in the same dtype, plus ``floor``."""
+    """The rule: for every array, error at most twice that of plain XLA in the same dtype, plus ``floor``.
+
+    ``plain()`` is asked only where the floor alone does not decide: it is one more program to compile.
+    """
     assert got.keys() == want.keys()
-    for name, reference in want.items():
-        ours, theirs = error(got[name], reference), error(plain[name], reference)
-        assert ours <= 2 * theirs + floor, f"{name}: error {ours:.2e}, plain XLA {theirs:.2e}"
+    ours = {name: error(got[name], want[name]) for name in want}
+    if max(ours.values()) <= floor:
+        return
+    for name, array in plain().items():
+        theirs = error(array, want[name])
+        assert ours[name] <= 2 * theirs + floor, f"{name}: error {ours[name]:.2e}, plain XLA {theirs:.2e}"

@@ -14,7 +14,7 @@ import pytest
 
 import pallas_flash as pf
 
-from .accuracy import error, oracle
+from .accuracy import error, normal, oracle
 from .cases import BIG_CASES, CASES, Case
 from .test_forward_backward import compare, compare_arrays, run, split
 
@@ -25,10 +25,6 @@ TIER = "triton"
 def small_and_real(small, real):
     """Parameters: the small ones run everywhere, the reported ones only where they are compiled."""
     return [pytest.param(x, marks=everywhere) for x in small] + [pytest.param(x, marks=gpu) for x in real]
-
-
-def normal(seed, *shape, dtype="float32"):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
 def seen(kernels, q_len, kv_len, **options):

@@ -28,6 +28,10 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     reasons = []
     if problem.dtype not in _DTYPES:
         reasons.append(f"dtype {problem.dtype} has no kernel: cast to one of {', '.join(_DTYPES)}")
+    sizes = {"batch": problem.batch, "query length": problem.q_len, "key length": problem.kv_len}
+    symbolic = [f"{name} {size}" for name, size in sizes.items() if not isinstance(size, int)]
+    if symbolic:
+        reasons.append(f"a symbolic {', '.join(symbolic)} leaves a kernel's grid open: export once for each size")
     if min(problem.head_dim, problem.v_head_dim) == 0:
         reasons.append("a head dim of 0 leaves a kernel nothing to load")
     if max(problem.head_dim, problem.v_head_dim) > 512:

@@ -223,8 +223,8 @@ def run(plan: Plan, x: Operands) -> Output:
         if "captures constants" not in str(error):
             raise
         raise ValueError(
-            f"a mask or score of this call ({p}) uses an array that is not among its fields, which a kernel cannot "
-            "reach: make it a field"
+            f"a mask or score of this call ({', '.join(filter(None, (p.mask, p.scores)))}) uses an array that is not "
+            "among its fields, which a kernel cannot reach: make it a field"
         ) from error
 
 

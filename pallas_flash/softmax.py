@@ -11,7 +11,7 @@ LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
 # The running maximum starts here and not at -inf, so that exp2(m_old - m_new) needs no special case in a row that
-# has seen no allowed key yet.  Base-2 logits below it count as forbidden, like a bias of finfo.min.
+# has seen no allowed key yet.  Logits below it count as forbidden, like a bias of finfo.min.
 LOWEST = -1e30
 
 

@@ -77,7 +77,7 @@ def oracle(q, k, v, do, dlse, options):
     delta = (do * out).sum(-1) - dlse
     ds = p * (kept * dp - delta[..., None])
     raw = ds * slope * scale
-    of_group = lambda a: a.reshape(batch, kv_heads, group, kv_len, -1).sum(2)
+    of_group = lambda a: a.reshape(batch, kv_heads, group, *a.shape[2:]).sum(2)
     dk, dv = (of_group(a.swapaxes(2, 3) @ b) for a, b in ((raw, q), (p * kept, do)))
     out, dq, dk, dv = (a.swapaxes(1, 2) for a in (out, raw @ k, dk, dv))
     result = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

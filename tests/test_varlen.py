@@ -1,5 +1,7 @@
 """Packed sequences: against the same attention on each sequence by itself."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,8 @@ import pallas_flash as pf
 from pallas_flash.masks import kv_tile_ranges, q_tile_ranges
 from pallas_flash.varlen import key_ranges
 
-from .test_masks import sound
-
-pytestmark = pytest.mark.everywhere
+from .accuracy import normal, oracle
+from .test_masks import all_sound, compiled
 
 Q_LENGTHS, K_LENGTHS = (9, 0, 20, 1, 7), (9, 5, 13, 4, 0)
 HEADS, KV_HEADS, DIM, PADDING = 4, 2, 16, 3
@@ -22,18 +23,24 @@ def offsets(lengths):
 
 
 def arrays(q_lengths, k_lengths):
-    keys = jax.random.split(jax.random.key(2), 3)
-    q = jax.random.normal(keys[0], (sum(q_lengths) + PADDING, HEADS, DIM))
-    return q, *(jax.random.normal(key, (sum(k_lengths) + PADDING, KV_HEADS, DIM)) for key in keys[1:])
+    """q, k, v and the cotangents of the output and the lse."""
+    tokens, keys = (sum(lengths) + PADDING for lengths in (q_lengths, k_lengths))
+    shapes = (tokens, HEADS), (keys, KV_HEADS), (keys, KV_HEADS), (tokens, HEADS)
+    return *(normal(i, *shape, DIM) for i, shape in enumerate(shapes)), normal(4, HEADS, tokens)
 
 
-def one_by_one(q, k, v, cu_q, cu_k, **options):
-    """Output and lse from a call per sequence; padding gives 0 and -inf."""
-    out, lse = jnp.zeros_like(q), jnp.full((HEADS, q.shape[0]), -jnp.inf)
+def one_by_one(q, k, v, do, dlse, cu_q, cu_k, **options):
+    """What each sequence gives by itself, in float64; padding gives 0 and -inf."""
+    want = {"out": q, "lse": dlse, "dq": q, "dk": k, "dv": v}
+    want = {name: np.full(x.shape, -np.inf if name == "lse" else 0.0) for name, x in want.items()}
     for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
-        o, part = pf.flash_attention(q[a:b], k[c:d], v[c:d], implementation="xla", return_lse=True, **options)
-        out, lse = out.at[a:b].set(o), lse.at[:, a:b].set(part)
-    return out, lse
+        parts = oracle(*(x[None] for x in (q[a:b], k[c:d], v[c:d], do[a:b], dlse[:, a:b])), options)
+        for name, part in parts.items():
+            place = (
+                (slice(None), slice(a, b)) if name == "lse" else slice(c, d) if name in ("dk", "dv") else slice(a, b)
+            )
+            want[name][place] = part[0]
+    return want
 
 
 OPTIONS = {
@@ -46,34 +53,34 @@ OPTIONS = {
 
 
 CASES = [(name, "xla", k_lengths) for name in OPTIONS for k_lengths in (Q_LENGTHS, K_LENGTHS)]
-CASES += [("causal", "triton", Q_LENGTHS), ("bottom right", "triton", K_LENGTHS), ("window", "triton", K_LENGTHS)]
+ON_GPU = [("causal", "triton", Q_LENGTHS), ("bottom right", "triton", K_LENGTHS), ("window", "triton", K_LENGTHS)]
+TOLERANCE = 2e-5 if jax.default_backend() == "cpu" else 5e-3  # TF32
 
 
-@pytest.mark.parametrize("name, tier, k_lengths", CASES, ids=str)
+@pytest.mark.parametrize(
+    "name, tier, k_lengths", CASES + [pytest.param(*case, marks=pytest.mark.everywhere) for case in ON_GPU], ids=str
+)
 def test_packed_sequences_are_as_by_themselves(name, tier, k_lengths, kernels):
     cu_q, cu_k = offsets(Q_LENGTHS), offsets(k_lengths)
-    q, k, v = arrays(Q_LENGTHS, k_lengths)
+    q, k, v, do, dlse = arrays(Q_LENGTHS, k_lengths)
 
-    def packed(q, k, v, cu_q, cu_k):
-        return pf.varlen_attention(q, k, v, cu_q, cu_k, implementation=tier, return_lse=True, **OPTIONS[name])
-
-    def alone(q, k, v):
-        return one_by_one(q, k, v, cu_q, cu_k, **OPTIONS[name])
-
-    def both(f, *extra):
-        (out, lse), vjp = jax.vjp(lambda *a: f(*a, *extra), q, k, v)
-        return out, lse, *vjp((jnp.sin(out), jnp.where(jnp.isneginf(lse), 0.0, jnp.cos(lse))))
+    @jax.jit
+    def packed(cu_q, cu_k):
+        f = functools.partial(pf.varlen_attention, implementation=tier, return_lse=True, **OPTIONS[name])
+        (out, lse), vjp = jax.vjp(lambda q, k, v: f(q, k, v, cu_q, cu_k), q, k, v)
+        return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *vjp((do, dlse)))))
 
     with kernels():
-        got = jax.jit(lambda *cu: both(packed, *cu))(cu_q, cu_k)
-    tolerance = 5e-3 if jax.default_backend() == "gpu" else 2e-5  # TF32
-    for a, b in zip(got, both(alone)):
-        np.testing.assert_allclose(a, b, atol=tolerance)
+        got = packed(cu_q, cu_k)
+    want = one_by_one(q, k, v, do, dlse, cu_q, cu_k, **OPTIONS[name])
+    for name, array in want.items():
+        np.testing.assert_allclose(got[name], array, atol=TOLERANCE, err_msg=name)
 
 
+@pytest.mark.everywhere
 def test_one_compilation_serves_every_packing(kernels):
     traces = []
-    q, k, v = arrays(Q_LENGTHS, Q_LENGTHS)
+    q, k, v, do, dlse = arrays(Q_LENGTHS, Q_LENGTHS)
 
     @jax.jit
     def f(cu):
@@ -82,7 +89,9 @@ def test_one_compilation_serves_every_packing(kernels):
 
     for lengths in (Q_LENGTHS, Q_LENGTHS[::-1], (37, 0, 0, 0, 0)):
         cu = offsets(lengths)
-        np.testing.assert_allclose(f(cu), one_by_one(q, k, v, cu, cu, is_causal=True)[0], atol=1e-5)
+        want = one_by_one(q, k, v, do, dlse, cu, cu, is_causal=True)["out"]
+        with kernels():
+            np.testing.assert_allclose(f(cu), want, atol=TOLERANCE)
     assert len(traces) == 1
 
 
@@ -92,9 +101,7 @@ def test_ranges_are_sound(window, bottom_right):
     cu_q, cu_k = (jnp.asarray(offsets(x)) for x in (Q_LENGTHS, K_LENGTHS))
     sizes = int(cu_q[-1]) + PADDING, int(cu_k[-1]) + PADDING
     mask = key_ranges(cu_q, cu_k, sizes[0], *window, bottom_right=bottom_right)
-    allowed = np.asarray(mask.dense(*sizes))
-    sound(kv_tile_ranges(mask, *sizes, 8, 4, 0), allowed, 8, 4)
-    sound(q_tile_ranges(mask, *sizes, 8, 4, 0), allowed.swapaxes(-1, -2), 4, 8)
+    all_sound(*compiled(mask, 0, sizes))
 
 
 def test_work_follows_the_tokens():

@@ -124,6 +124,16 @@ def unite(a: Range, b: Range) -> Range:
     return Range(lo, full_lo, full_hi, hi)
 
 
+def places(ordered: jax.Array, values: jax.Array, side: str) -> jax.Array:
+    """``jnp.searchsorted`` as int32, by counting where that is not too many comparisons.
+
+    Its default, a binary search, is a loop of small kernels on a GPU, and a sort of thousands costs more than many
+    an attention.
+    """
+    method = "compare_all" if ordered.size * values.size <= 2**28 else "sort"
+    return jnp.searchsorted(ordered, values, side=side, method=method).astype(jnp.int32)
+
+
 def shift(r: Range, offset: Any) -> Range:
     """The same promise with every bound moved by ``offset``."""
     return Range(*(bound + offset for bound in r))

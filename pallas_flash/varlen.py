@@ -11,6 +11,7 @@ from .attention import flash_attention
 from .masks import Dense, KeyRanges, Mask
 from .problem import window_of
 from .promotion import usual_promotion
+from .spans import places
 
 
 @usual_promotion
@@ -138,7 +139,7 @@ def unpack(packed: Any, cu_seqlens: Any, length: int) -> jax.Array:
 def _rows(cu: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Numbers of packed rows and the sequence of each; padding behind the last counts to it."""
     row = jnp.arange(count, dtype=jnp.int32)
-    sequence = jnp.searchsorted(cu, row, side="right", method="sort").astype(jnp.int32) - 1
+    sequence = places(cu, row, "right") - 1
     return row, jnp.clip(sequence, 0, cu.size - 2)
 
 

@@ -15,6 +15,13 @@ from .accuracy import error, oracle
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def on_the_gpu(kernels):
+    """Also what the tests make: these arrays are too large to be copied there."""
+    with kernels():
+        yield
+
+
 @functools.partial(jax.jit, static_argnames=("static",))
 def gradient(q, k, v, do, options, static=()):
     def f(q, k, v):

@@ -80,7 +80,7 @@ def test_br_09_br_128_float32_is_float32_when_asked(ambient, kernels):
         assert np.abs(got[name] - want[name]).max() <= bound * np.abs(want[name]).max(), name
 
 
-@pytest.mark.parametrize("length", small_and_real([1, 3, 9, 17, 33], [2, 7, 12, 16, 31, 32]))
+@pytest.mark.parametrize("length", small_and_real([1, 9, 33], [2, 16, 31]))
 def test_br_14_short_sequences(length, kernels):
     dtype, dim = ("bfloat16", 64) if length % 2 else ("float32", 128)
     compare(Case("14", 2, length, length, dim=dim, dtype=dtype), TIER, kernels)
@@ -113,7 +113,7 @@ def test_br_15_activations_that_are_not_gaussian(size, kernels):
             got = run(row, {}, TIER, tuple(options.items()))
         # Plain XLA keeps ds in float32, which no kernel can: dq = ds k carries ds's rounding times the offset of k.
         # 0.6 of naive attention's error takes delta from an unrounded output (Output.rest): without it, this fails.
-        out, vjp = jax.vjp(naive, *row[:3])
+        out, vjp = jax.vjp(naive, *row[:3])  # not compiled as a whole, which would keep more bits
         without_lse = oracle(*row[:4], row[4] * 0, options)
         for name, theirs in zip(("out", "dq", "dk", "dv"), (out, *vjp(row[3]))):
             limit = (0.6 if name == "dq" else 1.0) * error(theirs.astype(jnp.float32), without_lse[name]) + 1e-3
@@ -156,9 +156,7 @@ def test_br_25_br_26_which_corner(sizes, kernels):
 
 @pytest.mark.parametrize(
     "size",
-    small_and_real(
-        [(1, 1, 70), (1, 70, 13), (2, 16, 64)], [(8, 512, 2048), (1, 1, 2048), (1, 2048, 77), (1, 2048, 1024)]
-    ),
+    small_and_real([(1, 70, 13), (1, 1, 70)], [(8, 512, 2048), (1, 1, 2048), (1, 2048, 77), (1, 2048, 1024)]),
     ids=str,
 )
 def test_br_26_br_27_br_89_different_lengths(size, kernels):
@@ -174,17 +172,12 @@ def test_br_26_br_27_br_89_different_lengths(size, kernels):
 def test_br_28_br_31_br_32_windows_count_what_they_say(kernels):
     size = 40
     rows, keys = np.arange(size)[:, None], np.arange(size)[None]
-    for left, right in ((0, 0), (0, 31), (5, 2), (size - 1, 0), (size, 0), (None, 0), (3, None)):
-        got = seen(kernels, size, size, local_window_size=(left, right)) > 0
+    for window in ((0, 0), (0, 31), (5, 2), (size - 1, 0), (size, 0), (None, 0), (3, None), 4):
+        got = seen(kernels, size, size, local_window_size=window) > 0
+        left, right = (window, window) if isinstance(window, int) else window
         low = -size if left is None else rows - left
         high = size if right is None else rows + right
-        np.testing.assert_array_equal(got, (keys >= low) & (keys <= high), err_msg=f"{left}, {right}")
-    np.testing.assert_array_equal(
-        seen(kernels, size, size, local_window_size=4), seen(kernels, size, size, local_window_size=(4, 4))
-    )
-    np.testing.assert_array_equal(
-        seen(kernels, size, size, local_window_size=(size - 1, 0)), seen(kernels, size, size, is_causal=True)
-    )
+        np.testing.assert_array_equal(got, (keys >= low) & (keys <= high), err_msg=f"{window}")
 
 
 @everywhere
@@ -196,10 +189,10 @@ def test_br_35_padding_ids_and_ids_that_return(kernels):
 
 
 PATTERNS = [tuple(bool(i >> axis & 1) for axis in range(4)) for i in range(16)]
-FEW = [PATTERNS[i] for i in (0, 3, 6, 9)]
+FEW = [PATTERNS[i] for i in (6, 9, 0, 3)]
 
 
-@pytest.mark.parametrize("pattern", small_and_real(FEW, [p for p in PATTERNS if p not in FEW]), ids=str)
+@pytest.mark.parametrize("pattern", small_and_real(FEW, [PATTERNS[i] for i in (1, 2, 4, 8, 12, 15)]), ids=str)
 def test_br_38_masks_and_biases_broadcast(pattern, kernels):
     """A mask that is full along some axes, and a bias that is full along the others."""
     sizes = (2, 6, 33, 57)
@@ -253,8 +246,9 @@ def test_br_42_soft_cap_lets_no_forbidden_key_in(kernels):
     q, k, v, do, dlse = Case("42", q_len=64, kv_len=64).arrays()
     static = (("is_causal", True), ("logits_soft_cap", 1.0))
     k2, v2 = (x.at[:, 40:].set(-7 * x[:, 40:]) for x in (k, v))
+    do = do.at[:, 40:].set(0)
     with kernels():
-        one, two = (run((q, k, v, do.at[:, 40:].set(0), dlse), {}, TIER, static) for k, v in ((k, v), (k2, v2)))
+        one, two = (run((q, k, v, do, dlse), {}, TIER, static) for k, v in ((k, v), (k2, v2)))
     np.testing.assert_array_equal(one["out"][:, :40], two["out"][:, :40])
     np.testing.assert_array_equal(one["dq"][:, :40], two["dq"][:, :40])
     assert (np.asarray(one["out"])[:, 40:] != np.asarray(two["out"])[:, 40:]).any()
@@ -299,7 +293,7 @@ GROUPS = [((9, 3), 5), ((10, 2), 1), ((28, 4), 17)]
 
 @pytest.mark.parametrize(
     "size",
-    small_and_real(GROUPS, [((h, kv), t) for h, kv in ((9, 3), (28, 4), (12, 1), (5, 5), (40, 8)) for t in (1, 130)]),
+    small_and_real(GROUPS, [((9, 3), 130), ((12, 1), 1), ((28, 4), 1), ((40, 8), 130)]),
     ids=str,
 )
 def test_br_54_groups_that_are_no_power_of_two(size, kernels):
@@ -310,8 +304,8 @@ def test_br_54_groups_that_are_no_power_of_two(size, kernels):
 @everywhere
 def test_br_55_which_key_head_serves_a_query_head(kernels):
     v = jnp.broadcast_to(jnp.array([1.0, 2.0])[:, None], (1, 20, 2, 16))
+    q, k = normal(0, 1, 20, 6, 16), normal(1, 1, 20, 2, 16)
     with kernels():
-        q, k = normal(0, 1, 20, 6, 16), normal(1, 1, 20, 2, 16)
         out = pf.flash_attention(q, k, v, implementation=TIER, precision="highest")
     np.testing.assert_allclose(np.asarray(out)[0, :, :, 0], np.broadcast_to([1, 1, 1, 2, 2, 2], (20, 6)), rtol=1e-5)
 
@@ -343,7 +337,6 @@ def test_br_86_soft_cap_with_large_logits(cap, kernels):
     compare_arrays((q, k, v, do, dlse), {**options, "scale": scale}, TIER, kernels)
 
 
-@everywhere
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_br_129_dtypes_of_results(dtype, kernels):
     x = normal(0, 1, 8, 2, 16, dtype=dtype)
@@ -354,7 +347,6 @@ def test_br_129_dtypes_of_results(dtype, kernels):
 
     with kernels():
         assert [r.dtype for r in jax.eval_shape(both, x, x, x)] == [jnp.dtype(dtype)] * 4
-        assert [r.dtype for r in jax.jit(both)(x, x, x)] == [jnp.dtype(dtype)] * 4
 
 
 def test_br_131_the_layout_is_stated_and_checked():

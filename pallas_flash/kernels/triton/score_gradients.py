@@ -37,15 +37,20 @@ def score_gradients(p: Problem, x: Operands, saved: Any, tile: Any, interpret: b
         if read.kind == "table":
             d = _table(p, x, saved, tile, interpret, number, leaf.shape)
         else:
-            d = _broadcast(p, x, saved, tile, interpret, number, pair_shape(read.kind, leaf.shape)).reshape(leaf.shape)
+            # Of the one read of an array, a kernel's sums are rounded where they are written: half the traffic.
+            once = [r.leaf for r in p.reads].count(read.leaf) == 1
+            shape, dtype = pair_shape(read.kind, leaf.shape), leaf.dtype if once else jnp.float32
+            d = _broadcast(p, x, saved, tile, interpret, number, shape, dtype).reshape(leaf.shape)
         totals[read.leaf] = d if totals[read.leaf] is None else totals[read.leaf] + d
     return tuple(None if d is None else d.astype(leaf.dtype) for d, leaf in zip(totals, leaves, strict=True))
 
 
-def _broadcast(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, number: int, shape: Any) -> jax.Array:
-    """Gradient of a read array [B or 1, N or 1, T or 1, S or 1]."""
+def _broadcast(
+    p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, number: int, shape: Any, dtype: Any
+) -> jax.Array:
+    """Gradient of a read array [B or 1, N or 1, T or 1, S or 1]; ``dtype`` is what one with a value per pair gets."""
     if shape[2] == p.q_len and shape[3] == p.kv_len:
-        return _pairs(p, x, saved, tile, interpret, number, shape)
+        return _pairs(p, x, saved, tile, interpret, number, shape, dtype)
     along_keys = shape[2] == 1 and shape[3] > 1
     sums = _sums(p, x, saved, tile, interpret, number, along_keys)  # [B, N, length]
     sums = sums[:, :, None, :] if along_keys else sums[..., None]
@@ -79,13 +84,15 @@ def _d_read(p, x, saved, tile, interpret, number, q_axis, batch, head, q_tile, k
     return score.d_read(number, scores, ds, *spans)
 
 
-def _pairs(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, number: int, shape: Any) -> jax.Array:
+def _pairs(
+    p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, number: int, shape: Any, dtype: Any
+) -> jax.Array:
     ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     batches, heads = shape[:2]
     q_tiles, kv_tiles = pl.cdiv(p.q_len, tile.block_q), pl.cdiv(p.kv_len, tile.block_kv)
     return pl.pallas_call(
         functools.partial(_pairs_kernel, p, tile, interpret, number),
-        out_shape=result(x, shape, jnp.float32),
+        out_shape=result(x, shape, dtype),
         grid=(batches * heads * q_tiles * kv_tiles,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=1),
         interpret=interpret,
@@ -122,7 +129,7 @@ def _pairs_kernel(
     columns = kv_start + jax.lax.iota(jnp.int32, tile.block_kv)
     inside = (rows < p.q_len)[:, None] & (columns < p.kv_len)[None, :]
     view = d_ref.at[own_batch, own_head, pl.ds(q_start, tile.block_q), pl.ds(kv_start, tile.block_kv)]
-    plt.store(view, total, mask=inside)
+    plt.store(view, total.astype(d_ref.dtype), mask=inside)
 
 
 def _sums(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, number: int, along_keys: bool) -> jax.Array:

@@ -39,7 +39,8 @@ def problems(draw, lengths, dims):
         "local_window_size": sometimes((draw(side), draw(side))),
         "query_seq_lengths": sometimes(jnp.asarray(rng.integers(0, q_len + 1, batch))),
         "key_value_seq_lengths": sometimes(jnp.asarray(rng.integers(0, kv_len + 1, batch))),
-        "logits_soft_cap": sometimes(draw(st.sampled_from([1.0, 20.0]))),
+        # Not less: where a cap saturates, its derivative 1 - tanh² is a rounding error of plain XLA too.
+        "logits_soft_cap": sometimes(draw(st.sampled_from([4.0, 20.0]))),
         "scale": sometimes(draw(st.sampled_from([-0.4, 0.0, 0.3]))),
         "mask": sometimes(jnp.asarray(rng.random((draw(st.sampled_from([1, batch])), 1, q_len, kv_len)) < 0.6)),
         "bias": sometimes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import os
 import sys
@@ -14,12 +15,14 @@ from benchmarks import report
 
 
 class Recorder:
-    """Counts outcomes as pytest reports them."""
+    """Counts outcomes as pytest reports them, and seconds: pytest's own list is lost when it is interrupted."""
 
     def __init__(self):
         self.passed, self.failed, self.skipped = 0, [], {}
+        self.seconds = collections.Counter()
 
     def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] += report.duration
         if report.failed:
             self.failed.append(report.nodeid)
         elif report.skipped:
@@ -42,13 +45,13 @@ def main() -> int:
         "no:cacheprovider",
         "-p",
         "no:benchmark",
-        "--durations=25",
         "tests",
         *sys.argv[1:],
     ]
     if importlib.util.find_spec("xdist"):  # most of the time is compilation on the host
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        arguments += ["-n", str(min(14, os.cpu_count() or 1))]
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # the oracle's, in each of the workers
+        arguments += ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "worksteal"]
     code = pytest.main(arguments, plugins=[recorder])
     record = {
         **report.provenance(),
@@ -60,6 +63,8 @@ def main() -> int:
         "seconds": round(time.perf_counter() - started, 1),
     }
     report.write(report.RESULTS / "gpu_tests.json", record)
+    for test, seconds in recorder.seconds.most_common(25):
+        print(f"{seconds:7.1f} s {test}")
     print(f"{recorder.passed} passed, {len(recorder.failed)} failed, {len(recorder.skipped)} skipped")
     return int(code)
 

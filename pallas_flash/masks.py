@@ -68,6 +68,22 @@ class Mask:
         """For each tile of keys: positions of the queries that may see it."""
         return NO_PROMISE
 
+    def tile_states(self, q: Tiles, kv: Tiles) -> jax.Array:
+        """For each pair of tiles: 0 nothing is allowed, 1 to be tested, 2 all is allowed.
+
+        Asked of masks that say ``has_holes``, and of what they are combined with: int8 [B or 1, N or 1, tiles of
+        queries, tiles of keys].  The default knows what the range of keys knows.
+        """
+        first, full, full_end, end = (b[..., None] for b in jnp.moveaxis(jnp.asarray(_kv_ranges(self, q, kv)), -1, 0))
+        tile = jnp.arange(kv.count, dtype=jnp.int32)
+        visited, whole = (first <= tile) & (tile < end), (full <= tile) & (tile < full_end)
+        return visited.astype(jnp.int8) + whole.astype(jnp.int8)
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether a range would hold many tiles that are forbidden: kernels are then given a list of tiles."""
+        return False
+
     def __and__(self, other: Mask) -> Mask:
         return And(self, _a_mask(other))
 
@@ -155,6 +171,13 @@ class And(Mask):
     def q_range(self, kv):
         return intersect(self.a.q_range(kv), self.b.q_range(kv))
 
+    def tile_states(self, q, kv):
+        return jnp.minimum(self.a.tile_states(q, kv), self.b.tile_states(q, kv))
+
+    @property
+    def has_holes(self):
+        return self.a.has_holes or self.b.has_holes
+
 
 @mask
 class Or(Mask):
@@ -171,6 +194,13 @@ class Or(Mask):
 
     def q_range(self, kv):
         return unite(self.a.q_range(kv), self.b.q_range(kv))
+
+    def tile_states(self, q, kv):
+        return jnp.maximum(self.a.tile_states(q, kv), self.b.tile_states(q, kv))
+
+    @property
+    def has_holes(self):
+        return self.a.has_holes or self.b.has_holes
 
 
 @mask
@@ -448,14 +478,27 @@ class Dense(Mask):
     def q_range(self, kv):
         return self._range(kv, jnp.asarray(self.array, bool).swapaxes(-1, -2))
 
+    def tile_states(self, q, kv):
+        allowed = jnp.asarray(self.array, bool)
+
+        def reduced(kind):
+            along_queries = allowed if allowed.shape[-2] == 1 else _reduce_rows(q, allowed, kind)
+            return along_queries if allowed.shape[-1] == 1 else kv.reduce(along_queries, kind)
+
+        states = reduced("any").astype(jnp.int8) + reduced("all").astype(jnp.int8)
+        return jnp.broadcast_to(states, (*states.shape[:2], q.count, kv.count))
+
+    @property
+    def has_holes(self):
+        return np.shape(self.array)[-1] > 1 and np.shape(self.array)[-2] > 1
+
     @staticmethod
     def _range(side, allowed):
         # [B, N, own, other] -> what each tile of the own side allows at each place of the other side
-        allowed = allowed.swapaxes(-1, -2)
-        if allowed.shape[-1] == 1:
-            some, every = allowed[..., 0][..., None, :], allowed[..., 0][..., None, :]
+        if allowed.shape[-2] == 1:
+            some, every = allowed, allowed
         else:
-            some, every = side.reduce(allowed, "any").swapaxes(-1, -2), side.reduce(allowed, "all").swapaxes(-1, -2)
+            some, every = (_reduce_rows(side, allowed, kind) for kind in ("any", "all"))
         if some.shape[-1] == 1:  # the same answer everywhere on the other side
             some, every = some[..., 0], every[..., 0]
             bounds = Range(LOW, jnp.where(every, LOW, HIGH), jnp.where(every, HIGH, LOW), jnp.where(some, HIGH, LOW))
@@ -469,6 +512,11 @@ class Dense(Mask):
         return side.in_positions(bounds)
 
 
+def _reduce_rows(side: Tiles, allowed: jax.Array, kind: str) -> jax.Array:
+    """``side.reduce`` along the second axis from the end."""
+    return side.reduce(allowed.swapaxes(-1, -2), kind).swapaxes(-1, -2)
+
+
 def all_of(masks: list[Mask]) -> Mask:
     """The conjunction of any number of masks; :class:`Full` for none."""
     combined: Mask | None = None
@@ -479,9 +527,11 @@ def all_of(masks: list[Mask]) -> Mask:
 
 def kv_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
     """For each tile of queries its tiles of keys: int32 [B or 1, N or 1, q tiles, 4] (see ``Tiles.to_tiles``)."""
-    q = Tiles(q_len, block_q, q_offset)
-    ranges = Tiles(kv_len, block_kv).to_tiles(m.kv_range(q))
-    return _spread(ranges, q.count)
+    return _kv_ranges(m, Tiles(q_len, block_q, q_offset), Tiles(kv_len, block_kv))
+
+
+def _kv_ranges(m: Mask, q: Tiles, kv: Tiles) -> Any:
+    return _spread(kv.to_tiles(m.kv_range(q)), q.count)
 
 
 def q_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
@@ -490,6 +540,17 @@ def q_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int,
     rows = shift(m.q_range(kv), -kv.per_batch(q_offset))  # "no bound" is far enough away to survive the shift
     ranges = Tiles(q_len, block_q).to_tiles(rows)
     return _spread(ranges, kv.count)
+
+
+def tile_states(m: Mask, q: Tiles, kv: Tiles) -> jax.Array:
+    """What a mask says of each pair of tiles, checked: see :meth:`Mask.tile_states`."""
+    states = jnp.asarray(m.tile_states(q, kv))
+    if states.ndim != 4 or states.shape[2:] != (q.count, kv.count):
+        raise ValueError(
+            f"{type(m).__name__}.tile_states must return [batch or 1, heads or 1, {q.count}, {kv.count}]; "
+            f"got shape {states.shape}"
+        )
+    return states.astype(jnp.int8)
 
 
 def _spread(ranges: Any, count: int) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .masks import Mask, kv_tile_ranges
+from .masks import Mask
+from .visits import kv_visits
 
 _KINDS = {
     "skipped": "#ffffff",
@@ -19,13 +20,10 @@ _KINDS = {
 def kinds(mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any, **sizes: int) -> np.ndarray:
     """For each pair an index into the four kinds of the picture: int [B or 1, N or 1, q_len, kv_len]."""
     allowed = np.asarray(mask.dense(q_len, kv_len, q_offset, **sizes))
-    ranges = np.asarray(kv_tile_ranges(mask, q_len, kv_len, block_q, block_kv, q_offset))
-    ranges = np.repeat(ranges, block_q, axis=2)[:, :, :q_len, None]
-    first, full, full_end, end = np.moveaxis(ranges, -1, 0)
-    tile = np.arange(kv_len) // block_kv
-    visited = (first <= tile) & (tile < end)
-    whole = (full <= tile) & (tile < full_end)
-    return np.where(whole, 3, np.where(visited, 1 + allowed, 0))
+    visits = kv_visits(mask, q_len, kv_len, block_q, block_kv, q_offset)
+    states = np.asarray(visits.as_states(-(-kv_len // block_kv)))
+    states = states.repeat(block_q, axis=2)[:, :, :q_len].repeat(block_kv, axis=3)[..., :kv_len]
+    return np.select([states == 2, states == 1], [3, 1 + allowed], 0)
 
 
 def draw(mask: Mask, sizes: tuple[int, int], blocks: tuple[int, int], q_offset: Any, batch: int, head: int) -> Any:

@@ -363,7 +363,7 @@ def _segments(q_ids: Any, kv_ids: Any, batch_dims: tuple[int, ...], q_len: int, 
         wanted = (*batch_dims, length)
         if x.shape != wanted:
             raise ValueError(f"{name} must have shape [batch, length] = {list(wanted)}; got {x.shape}")
-        return x.reshape(-1, length)
+        return x.reshape(math.prod(batch_dims), length)
 
     return [Segments(*_narrow(ids("q_segment_ids", q_ids, q_len), ids("kv_segment_ids", kv_ids, kv_len)))]
 

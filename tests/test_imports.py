@@ -15,6 +15,7 @@ ORDER = [
     "spans",
     "softmax",
     "masks",
+    "visits",
     "scores",
     "picture",
     "problem",

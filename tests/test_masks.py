@@ -10,6 +10,7 @@ import pytest
 import pallas_flash as pf
 from pallas_flash.masks import kv_tile_ranges, q_tile_ranges
 from pallas_flash.picture import kinds
+from pallas_flash.visits import kv_visits, q_visits
 
 RNG = np.random.default_rng(0)
 Q, KV = 37, 53
@@ -121,6 +122,34 @@ def test_structured_masks_skip_work():
     assert work(documents) == (4 * 4 + 4 * 4 + 8 * 8, 0)
     assert work(pf.Dense(jnp.tril(jnp.ones((1, 1, 256, 256), bool)))) == work(pf.Causal())
     assert work(pf.Lengths(None, jnp.array([64], jnp.int32))) == (tiles * 4, 0)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+@pytest.mark.parametrize("offset", [0, -7])
+def test_masks_with_holes_list_exactly_the_tiles_that_they_allow(blocks, offset):
+    """Tiles of all three kinds in any order, alone and combined: none is visited for what lies beside it."""
+    rng = np.random.default_rng(0)
+    coarse = rng.integers(0, 3, (2, 2, 5, 4)).repeat(8, 2).repeat(16, 3)[:, :, :Q, :KV]
+    dense = pf.Dense(jnp.asarray(np.where(coarse == 1, rng.random(coarse.shape) < 0.5, coarse == 2)))
+    for mask, exact in ((dense, True), (dense & pf.Causal(), False), (dense | pf.Window(3, 3), False)):
+        assert mask.has_holes and not pf.Dense(dense.array[:, :, :1]).has_holes
+        allowed = np.asarray(mask.dense(Q, KV, offset))
+        for find, last, own, other in ((kv_visits, (Q, KV), *blocks), (q_visits, (KV, Q), *blocks[::-1])):
+            visits = find(mask, Q, KV, *blocks, offset)
+            pairs = allowed if find is kv_visits else allowed.swapaxes(-1, -2)
+            tiles = [-(-n // block) for n, block in zip(last, (own, other))]
+            edges = [np.arange(count) * block for count, block in zip(tiles, (own, other))]
+            some = np.logical_or.reduceat(np.logical_or.reduceat(pairs, edges[0], -2), edges[1], -1)
+            every = np.logical_and.reduceat(np.logical_and.reduceat(pairs, edges[0], -2), edges[1], -1)
+            if last[1] % other:
+                every[..., -1] = False
+            states = np.asarray(visits.states)
+            assert (states >= some).all() and (states - 1 <= every).all()
+            assert not exact or (states == some + 1 * every).all()
+            in_order = np.take_along_axis(states, np.asarray(visits.order), -1)
+            assert (np.diff(in_order, axis=-1) <= 0).all()
+            np.testing.assert_array_equal(visits.bounds[..., 2], (states == 2).sum(-1))
+            np.testing.assert_array_equal(visits.bounds[..., 3], (states > 0).sum(-1))
 
 
 @pytest.mark.parametrize("pair", PAIRS)

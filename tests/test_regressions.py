@@ -193,6 +193,13 @@ def test_masks_with_lists(tier):
         np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.parametrize("q_len, kv_len", [(0, 8), (8, 0)])
+def test_segment_ids_of_no_tokens(q_len, kv_len):
+    ids = {"q_segment_ids": jnp.zeros((2, q_len), int), "kv_segment_ids": jnp.zeros((2, kv_len), int)}
+    out = pf.flash_attention(Q[:, :q_len], K[:, :kv_len], V[:, :kv_len], **ids)
+    assert out.shape == (2, q_len, *Q.shape[2:]) and not out.any()
+
+
 def test_head_dims_of_zero():
     lse = pf.flash_attention(Q, K, V[..., :0], return_lse=True)[1]
     np.testing.assert_allclose(lse, pf.flash_attention(Q, K, V, return_lse=True)[1], rtol=1e-6)

@@ -15,19 +15,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from ...masks import kv_tile_ranges, q_tile_ranges
 from ...problem import Gradients, Operands, Output, Problem, offset_of
 from ...softmax import LOG2E
+from ...visits import Visits, kv_visits, q_visits
 from .forward import place, split
 from .score_gradients import score_gradients
 from .tile_math import (
     Loops,
     ScoreMaker,
+    as_arrays,
     chunks_of,
     dot,
     dot_chunks,
     in_registers,
-    load_range,
     load_rows,
     load_stats,
     result,
@@ -76,19 +76,19 @@ def _dsinks(sinks: jax.Array, out: Output, do: jax.Array, dlse: jax.Array) -> ja
 
 
 def _dq(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax.Array:
-    ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
+    visits = kv_visits(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     return pl.pallas_call(
-        functools.partial(_dq_kernel, p, tile, Loops.of(ranges), interpret),
+        functools.partial(_dq_kernel, p, tile, Loops.of(visits), interpret),
         out_shape=result(x, x.q.shape, x.q.dtype),
         grid=(pl.cdiv(p.q_len, tile.block_q) * p.num_q_heads * p.batch,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
         interpret=interpret,
         name="flash_dq",
-    )(x, saved, jnp.asarray(ranges))
+    )(x, saved, as_arrays(visits))
 
 
 def _dq_kernel(
-    p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, saved: Any, ranges_ref: Any, dq_ref: Any
+    p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, saved: Any, visits: Visits, dq_ref: Any
 ) -> None:
     do_ref, lse2_ref, delta_ref = saved
     batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
@@ -116,21 +116,21 @@ def _dq_kernel(
         return tuple(g + dot(ds, c, p, interpret) for g, c in zip(dq, k, strict=True))
 
     dq = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.head_dim, p.dtype))
-    dq = walk(loops, load_range(ranges_ref, batch, head, q_tile), step, dq)
+    dq = walk(loops, visits, (batch, head, q_tile), step, dq)
     scale = 1.0 if p.scale is None else p.scale
     store_rows(dq_ref, batch, head, q_start, tuple(g * scale for g in dq), p.q_len)
 
 
 def _dkv(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    ranges = q_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
+    visits = q_visits(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     return pl.pallas_call(
-        functools.partial(_dkv_kernel, p, tile, Loops.of(ranges), interpret),
+        functools.partial(_dkv_kernel, p, tile, Loops.of(visits), interpret),
         out_shape=(result(x, x.k.shape, x.k.dtype), result(x, x.v.shape, x.v.dtype)),
         grid=(pl.cdiv(p.kv_len, tile.block_kv) * p.num_kv_heads * p.batch,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
         interpret=interpret,
         name="flash_dkv",
-    )(x, saved, jnp.asarray(ranges))
+    )(x, saved, as_arrays(visits))
 
 
 def _dkv_kernel(
@@ -140,7 +140,7 @@ def _dkv_kernel(
     interpret: bool,
     x: Operands,
     saved: Any,
-    ranges_ref: Any,
+    visits: Visits,
     dk_ref: Any,
     dv_ref: Any,
 ) -> None:
@@ -180,7 +180,7 @@ def _dkv_kernel(
             dk = tuple(g + dot(ds_t, c, p, interpret) for g, c in zip(dk, q, strict=True))
             return dk, dv
 
-        return walk(loops, load_range(ranges_ref, batch, head, kv_tile), step, carry)
+        return walk(loops, visits, (batch, head, kv_tile), step, carry)
 
     dk = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.head_dim, p.dtype))
     dv = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.v_head_dim, p.dtype))

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from ...masks import kv_tile_ranges
 from ...problem import Operands, Output, Problem, offset_of
 from ...softmax import LN2, LOG2E, LOWEST
+from ...visits import Visits, kv_visits
 from .tile_math import (
     Loops,
     ScoreMaker,
+    as_arrays,
     chunks_of,
     dot,
     dot_chunks,
     exp2,
     in_registers,
-    load_range,
     load_rows,
     result,
     sanitise,
@@ -34,18 +34,18 @@ from .tiles import Tile
 def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool, *, keep_rest: bool) -> Output:
     """Output [B, T, N, Dv] in the inputs' dtype, natural-log lse [B, N, T] in float32, and the rest if it is kept."""
     p = problem
-    ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
+    visits = kv_visits(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     num_tiles = pl.cdiv(p.q_len, tile.block_q)
     o = result(x, (p.batch, p.q_len, p.num_q_heads, p.v_head_dim), x.q.dtype)
     lse = result(x, (p.batch, p.num_q_heads, p.q_len), jnp.float32)
     results = pl.pallas_call(
-        functools.partial(_kernel, p, tile, Loops.of(ranges), interpret),
+        functools.partial(_kernel, p, tile, Loops.of(visits), interpret),
         out_shape=(o, lse, o) if keep_rest else (o, lse),
         grid=(num_tiles * p.num_q_heads * p.batch,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
         interpret=interpret,
         name="flash_forward",
-    )(x, jnp.asarray(ranges))
+    )(x, as_arrays(visits))
     return Output(*results)
 
 
@@ -55,7 +55,7 @@ def _kernel(
     loops: Loops,
     interpret: bool,
     x: Operands,
-    ranges_ref: Any,
+    visits: Visits,
     o_ref: Any,
     lse_ref: Any,
     rest_ref: Any = None,
@@ -88,7 +88,7 @@ def _kernel(
     m = jnp.full((tile.block_q,), LOWEST, jnp.float32)
     l = jnp.zeros((tile.block_q,), jnp.float32)
     acc = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.v_head_dim, p.dtype))
-    m, l, acc = walk(loops, load_range(ranges_ref, batch, head, q_tile), step, (m, l, acc))
+    m, l, acc = walk(loops, visits, (batch, head, q_tile), step, (m, l, acc))
 
     if x.sinks is not None:
         # One more logit without a value, in the units of the scores.

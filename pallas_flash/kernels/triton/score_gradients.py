@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from ...masks import kv_tile_ranges, q_tile_ranges
 from ...problem import Operands, Problem, offset_of
 from ...scores import pair_shape
+from ...visits import Visits, kv_visits, q_visits
 from .forward import split
-from .tile_math import Loops, ScoreMaker, dot_chunks, load_range, load_rows, load_stats, result, walk
+from .tile_math import Loops, ScoreMaker, as_arrays, dot_chunks, load_rows, load_stats, result, visited, walk
 from .tiles import Tile
 
 _ENTRIES = 4096  # of a table, that all the programs of one head may write together beyond one table
@@ -87,7 +87,7 @@ def _d_read(p, x, saved, tile, interpret, number, q_axis, batch, head, q_tile, k
 def _pairs(
     p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, number: int, shape: Any, dtype: Any
 ) -> jax.Array:
-    ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
+    visits = kv_visits(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     batches, heads = shape[:2]
     q_tiles, kv_tiles = pl.cdiv(p.q_len, tile.block_q), pl.cdiv(p.kv_len, tile.block_kv)
     return pl.pallas_call(
@@ -97,11 +97,11 @@ def _pairs(
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=1),
         interpret=interpret,
         name="flash_dscore",
-    )(x, saved, jnp.asarray(ranges))
+    )(x, saved, as_arrays(visits))
 
 
 def _pairs_kernel(
-    p: Problem, tile: Tile, interpret: bool, number: int, x: Operands, saved: Any, ranges_ref: Any, d_ref: Any
+    p: Problem, tile: Tile, interpret: bool, number: int, x: Operands, saved: Any, visits: Visits, d_ref: Any
 ) -> None:
     batches, heads = d_ref.shape[:2]
     kv_tiles = pl.cdiv(p.kv_len, tile.block_kv)
@@ -115,11 +115,10 @@ def _pairs_kernel(
         shared_batch, shared_head = split(i, shared_heads)
         batch = own_batch if batches > 1 else shared_batch
         head = own_head if heads > 1 else shared_head
-        first, _, _, end = load_range(ranges_ref, batch, head, q_tile)
-        visits = ((first <= kv_tile) & (kv_tile < end)).astype(jnp.int32)
+        turns = visited(visits, (batch, head, q_tile), kv_tile).astype(jnp.int32)
         here = functools.partial(_d_read, p, x, saved, tile, interpret, number, 0, batch, head, q_tile, kv_tile, True)
         # A loop of none or one turn: skips the products of a forbidden tile.
-        return jax.lax.fori_loop(0, visits, lambda _, t: t + here(), total)
+        return jax.lax.fori_loop(0, turns, lambda _, t: t + here(), total)
 
     shared = (p.batch // batches) * shared_heads
     total = jnp.zeros((tile.block_q, tile.block_kv), jnp.float32)
@@ -134,17 +133,17 @@ def _pairs_kernel(
 
 def _sums(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, number: int, along_keys: bool) -> jax.Array:
     """Row sums of the gradient of a read [B, N, T], or with ``along_keys`` column sums [B, N, S]."""
-    find = q_tile_ranges if along_keys else kv_tile_ranges
-    ranges = find(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
+    find = q_visits if along_keys else kv_visits
+    visits = find(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     length, block = (p.kv_len, tile.block_kv) if along_keys else (p.q_len, tile.block_q)
     return pl.pallas_call(
-        functools.partial(_sums_kernel, p, tile, Loops.of(ranges), interpret, number, along_keys),
+        functools.partial(_sums_kernel, p, tile, Loops.of(visits), interpret, number, along_keys),
         out_shape=result(x, (p.batch, p.num_q_heads, length), jnp.float32),
         grid=(p.batch * p.num_q_heads * pl.cdiv(length, block),),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=1),
         interpret=interpret,
         name="flash_dscore",
-    )(x, saved, jnp.asarray(ranges))
+    )(x, saved, as_arrays(visits))
 
 
 def _sums_kernel(
@@ -156,7 +155,7 @@ def _sums_kernel(
     along_keys: bool,
     x: Operands,
     saved: Any,
-    ranges_ref: Any,
+    visits: Visits,
     sums_ref: Any,
 ) -> None:
     length, block = (p.kv_len, tile.block_kv) if along_keys else (p.q_len, tile.block_q)
@@ -168,25 +167,25 @@ def _sums_kernel(
         d = _d_read(p, x, saved, tile, interpret, number, int(along_keys), batch, head, q_tile, kv_tile, masked)
         return total + d.sum(axis=1)
 
-    total = walk(loops, load_range(ranges_ref, batch, head, own_tile), step, jnp.zeros((block,), jnp.float32))
+    total = walk(loops, visits, (batch, head, own_tile), step, jnp.zeros((block,), jnp.float32))
     rows = own_tile * block + jax.lax.iota(jnp.int32, block)
     plt.store(sums_ref.at[batch, head, pl.ds(own_tile * block, block)], total, mask=rows < length)
 
 
 def _table(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, number: int, shape: Any) -> jax.Array:
     """Gradient of a table [N or 1, entries]."""
-    ranges = kv_tile_ranges(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
+    visits = kv_visits(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     entries = shape[1]
     parts = min(pl.cdiv(p.q_len, tile.block_q), max(1, _ENTRIES // entries))
     block = min(128, max(16, pl.next_power_of_2(entries)))
     sums = pl.pallas_call(
-        functools.partial(_table_kernel, p, tile, Loops.of(ranges), interpret, number, block),
+        functools.partial(_table_kernel, p, tile, Loops.of(visits), interpret, number, block),
         out_shape=result(x, (p.batch, p.num_q_heads, parts, entries), jnp.float32),
         grid=(p.batch * p.num_q_heads * parts * pl.cdiv(entries, block),),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=1),
         interpret=interpret,
         name="flash_dscore",
-    )(x, saved, jnp.asarray(ranges))
+    )(x, saved, as_arrays(visits))
     return sums.sum((0, 2)) if shape[0] > 1 else sums.sum((0, 1, 2))[None]
 
 
@@ -199,7 +198,7 @@ def _table_kernel(
     block: int,
     x: Operands,
     saved: Any,
-    ranges_ref: Any,
+    visits: Visits,
     sums_ref: Any,
 ) -> None:
     parts, entries = sums_ref.shape[2:]
@@ -230,7 +229,7 @@ def _table_kernel(
             # A loop of none or one turn: skips the products of a tile that takes none of these entries.
             return jax.lax.fori_loop(0, (first < end).astype(jnp.int32), add_tile, total)
 
-        return walk(loops, load_range(ranges_ref, batch, head, q_tile), step, total)
+        return walk(loops, visits, (batch, head, q_tile), step, total)
 
     rows = jnp.clip(q_tiles - part * per_part, 0, per_part)
     total = jax.lax.fori_loop(0, rows, add_row, jnp.zeros((block,), jnp.float32))

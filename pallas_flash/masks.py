@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .promotion import usual_promotion
-from .spans import EVERYTHING, HIGH, LOW, NO_PROMISE, Range, Span, Tiles, intersect, lib, places, shift, unite
+from .spans import EVERYTHING, HIGH, LOW, NO_PROMISE, Range, Span, Tiles, intersect, lib, places, unite
 
 _T = TypeVar("_T")
 
@@ -72,12 +72,9 @@ class Mask:
         """For each pair of tiles: 0 nothing is allowed, 1 to be tested, 2 all is allowed.
 
         Asked of masks that say ``has_holes``, and of what they are combined with: int8 [B or 1, N or 1, tiles of
-        queries, tiles of keys].  The default knows what the range of keys knows.
+        queries or 1, tiles of keys or 1].  The default knows what the range of keys knows.
         """
-        first, full, full_end, end = (b[..., None] for b in jnp.moveaxis(jnp.asarray(_kv_ranges(self, q, kv)), -1, 0))
-        tile = jnp.arange(kv.count, dtype=jnp.int32)
-        visited, whole = (first <= tile) & (tile < end), (full <= tile) & (tile < full_end)
-        return visited.astype(jnp.int8) + whole.astype(jnp.int8)
+        return kv.states(kv.to_tiles(self.kv_range(q)))
 
     @property
     def has_holes(self) -> bool:
@@ -485,8 +482,7 @@ class Dense(Mask):
             along_queries = allowed if allowed.shape[-2] == 1 else _reduce_rows(q, allowed, kind)
             return along_queries if allowed.shape[-1] == 1 else kv.reduce(along_queries, kind)
 
-        states = reduced("any").astype(jnp.int8) + reduced("all").astype(jnp.int8)
-        return jnp.broadcast_to(states, (*states.shape[:2], q.count, kv.count))
+        return reduced("any").astype(jnp.int8) + reduced("all").astype(jnp.int8)
 
     @property
     def has_holes(self):
@@ -523,36 +519,3 @@ def all_of(masks: list[Mask]) -> Mask:
     for m in masks:
         combined = m if combined is None else combined & m
     return Full() if combined is None else combined
-
-
-def kv_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
-    """For each tile of queries its tiles of keys: int32 [B or 1, N or 1, q tiles, 4] (see ``Tiles.to_tiles``)."""
-    return _kv_ranges(m, Tiles(q_len, block_q, q_offset), Tiles(kv_len, block_kv))
-
-
-def _kv_ranges(m: Mask, q: Tiles, kv: Tiles) -> Any:
-    return _spread(kv.to_tiles(m.kv_range(q)), q.count)
-
-
-def q_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
-    """For each tile of keys its tiles of queries: int32 [B or 1, N or 1, kv tiles, 4]."""
-    kv = Tiles(kv_len, block_kv, other_offset=q_offset)
-    rows = shift(m.q_range(kv), -kv.per_batch(q_offset))  # "no bound" is far enough away to survive the shift
-    ranges = Tiles(q_len, block_q).to_tiles(rows)
-    return _spread(ranges, kv.count)
-
-
-def tile_states(m: Mask, q: Tiles, kv: Tiles) -> jax.Array:
-    """What a mask says of each pair of tiles, checked: see :meth:`Mask.tile_states`."""
-    states = jnp.asarray(m.tile_states(q, kv))
-    if states.ndim != 4 or states.shape[2:] != (q.count, kv.count):
-        raise ValueError(
-            f"{type(m).__name__}.tile_states must return [batch or 1, heads or 1, {q.count}, {kv.count}]; "
-            f"got shape {states.shape}"
-        )
-    return states.astype(jnp.int8)
-
-
-def _spread(ranges: Any, count: int) -> Any:
-    shape = (*ranges.shape[:2], count, 4)
-    return np.broadcast_to(ranges, shape) if isinstance(ranges, np.ndarray) else jnp.broadcast_to(ranges, shape)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .masks import Mask
+from .spans import Tiles
 from .visits import kv_visits
 
 _KINDS = {
@@ -21,7 +22,8 @@ def kinds(mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_of
     """For each pair an index into the four kinds of the picture: int [B or 1, N or 1, q_len, kv_len]."""
     allowed = np.asarray(mask.dense(q_len, kv_len, q_offset, **sizes))
     visits = kv_visits(mask, q_len, kv_len, block_q, block_kv, q_offset)
-    states = np.asarray(visits.as_states(-(-kv_len // block_kv)))
+    states = Tiles(kv_len, block_kv).states(visits.bounds) if visits.states is None else visits.states
+    states = np.asarray(states)
     states = states.repeat(block_q, axis=2)[:, :, :q_len].repeat(block_kv, axis=3)[..., :kv_len]
     return np.select([states == 2, states == 1], [3, 1 + allowed], 0)
 

@@ -15,6 +15,7 @@ import numpy as np
 from . import dropout
 from .masks import And, Causal, Dense, KeyRanges, Lengths, Mask, Or, Prefix, Segments, Window, all_of
 from .scores import Alibi, Bias, Read, Score, SoftCap, chain, checked_reads, listed
+from .spans import places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,8 +375,8 @@ def _narrow(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         return q_ids.astype(jnp.int32), kv_ids.astype(jnp.int32)
     rows = max(q_ids.shape[0], kv_ids.shape[0])
     both = jnp.concatenate([jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q_ids, kv_ids)], axis=1)
-    rank = jax.vmap(lambda row: jnp.searchsorted(jnp.sort(row), row, method="sort"))(both)
-    rank = jnp.where(both < 0, -1, rank.astype(jnp.int32))
+    rank = jax.vmap(lambda row: places(jnp.sort(row), row, "left"))(both)
+    rank = jnp.where(both < 0, -1, rank)
     return rank[:, : q_ids.shape[1]], rank[:, q_ids.shape[1] :]
 
 

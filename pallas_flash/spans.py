@@ -215,3 +215,13 @@ class Tiles:
         bounds = [xp.where(nothing, 0, b) for b in xp.broadcast_arrays(lo, full_lo, full_hi, hi)]
         stacked = xp.stack(bounds, axis=-1).astype(np.int32)
         return stacked.reshape((1,) * (4 - stacked.ndim) + stacked.shape)
+
+    def states(self, bounds: Any) -> Any:
+        """Of what :meth:`to_tiles` gave, pair by pair: int8 [..., tiles of the other side, tiles of this one].
+
+        0 where a tile lies outside the range, 2 in its full part, 1 at its edges.
+        """
+        xp = lib(bounds)
+        first, full, full_end, end = (bound[..., None] for bound in xp.moveaxis(bounds, -1, 0))
+        tile = xp.arange(self.count, dtype=np.int32)
+        return ((first <= tile) & (tile < end)).astype(np.int8) + ((full <= tile) & (tile < full_end)).astype(np.int8)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .masks import Mask, kv_tile_ranges, q_tile_ranges, tile_states
-from .spans import Tiles
+from .masks import Mask
+from .spans import Tiles, shift
 
 
 class Visits(NamedTuple):
@@ -29,37 +30,56 @@ class Visits(NamedTuple):
     order: Any = None
     states: Any = None
 
-    def as_states(self, count: int) -> Any:
-        """``states`` of ``count`` tiles of the other side, also of ranges."""
-        if self.states is not None:
-            return self.states
-        first, full, full_end, end = (bound[..., None] for bound in np.moveaxis(np.asarray(self.bounds), -1, 0))
-        tile = np.arange(count)
-        return ((first <= tile) & (tile < end)).astype(np.int8) + ((full <= tile) & (tile < full_end))
-
 
 def kv_visits(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Visits:
     """For each tile of queries its tiles of keys."""
     if not m.has_holes:
         return Visits(kv_tile_ranges(m, q_len, kv_len, block_q, block_kv, q_offset))
-    return _listed(tile_states(m, *_sides(q_len, kv_len, block_q, block_kv, q_offset)), kv_len % block_kv > 0)
+    states = _states(m, q_len, kv_len, block_q, block_kv, q_offset)
+    return _listed(states, kv_len % block_kv > 0)
 
 
 def q_visits(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Visits:
     """For each tile of keys its tiles of queries."""
     if not m.has_holes:
         return Visits(q_tile_ranges(m, q_len, kv_len, block_q, block_kv, q_offset))
-    states = tile_states(m, *_sides(q_len, kv_len, block_q, block_kv, q_offset))
+    states = _states(m, q_len, kv_len, block_q, block_kv, q_offset)
     return _listed(states.swapaxes(-1, -2), q_len % block_q > 0)
 
 
-def _sides(q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> tuple[Tiles, Tiles]:
-    return Tiles(q_len, block_q, q_offset), Tiles(kv_len, block_kv, other_offset=q_offset)
+def kv_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
+    """For each tile of queries its tiles of keys: int32 [B or 1, N or 1, q tiles, 4] (see ``Tiles.to_tiles``)."""
+    q = Tiles(q_len, block_q, q_offset)
+    return _spread(Tiles(kv_len, block_kv).to_tiles(m.kv_range(q)), q.count, 4)
 
 
-def _listed(states: Any, short_tail: bool) -> Visits:
+def q_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
+    """For each tile of keys its tiles of queries: int32 [B or 1, N or 1, kv tiles, 4]."""
+    kv = Tiles(kv_len, block_kv, other_offset=q_offset)
+    rows = shift(m.q_range(kv), -kv.per_batch(q_offset))  # "no bound" is far enough away to survive the shift
+    return _spread(Tiles(q_len, block_q).to_tiles(rows), kv.count, 4)
+
+
+def _states(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> jax.Array:
+    """``Mask.tile_states``, checked and of full size: int8 [B or 1, N or 1, q tiles, kv tiles]."""
+    q, kv = Tiles(q_len, block_q, q_offset), Tiles(kv_len, block_kv, other_offset=q_offset)
+    states = jnp.asarray(m.tile_states(q, kv), jnp.int8)
+    if states.ndim != 4 or any(n not in (1, side.count) for n, side in zip(states.shape[2:], (q, kv), strict=True)):
+        raise ValueError(
+            f"{type(m).__name__}.tile_states must return [batch or 1, heads or 1, {q.count} or 1, {kv.count} or 1]; "
+            f"got shape {states.shape}"
+        )
+    return _spread(states, q.count, kv.count)
+
+
+def _listed(states: jax.Array, short_tail: bool) -> Visits:
     if short_tail:  # whoever takes a tile whole does not look where it ends
         states = states.at[..., -1].min(1)
     order = jnp.argsort(-states, axis=-1, stable=True).astype(jnp.int32)
     full, end = ((states >= least).sum(-1, dtype=jnp.int32) for least in (2, 1))
     return Visits(jnp.stack([jnp.zeros_like(full), jnp.zeros_like(full), full, end], axis=-1), order, states)
+
+
+def _spread(of_tiles: Any, *counts: int) -> Any:
+    shape = (*of_tiles.shape[:2], *counts)
+    return np.broadcast_to(of_tiles, shape) if isinstance(of_tiles, np.ndarray) else jnp.broadcast_to(of_tiles, shape)

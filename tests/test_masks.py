@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import pallas_flash as pf
-from pallas_flash.masks import kv_tile_ranges, q_tile_ranges
 from pallas_flash.picture import kinds
-from pallas_flash.visits import kv_visits, q_visits
+from pallas_flash.visits import kv_tile_ranges, kv_visits, q_tile_ranges, q_visits
 
 RNG = np.random.default_rng(0)
 Q, KV = 37, 53

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import pallas_flash as pf
-from pallas_flash.masks import kv_tile_ranges, q_tile_ranges
+from pallas_flash.visits import kv_tile_ranges, q_tile_ranges
 
 from .cases import Case
 from .test_forward_backward import compare_arrays

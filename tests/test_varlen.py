@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import pallas_flash as pf
-from pallas_flash.masks import kv_tile_ranges, q_tile_ranges
 from pallas_flash.varlen import key_ranges
+from pallas_flash.visits import kv_tile_ranges, q_tile_ranges
 
 from .accuracy import normal, oracle
 from .test_masks import all_sound, compiled

@@ -183,10 +183,10 @@ BIG_CASES = [
     *(Case(f"f32-dim-{d}", q_len=300, kv_len=200, dim=d, options=lambda: {"is_causal": True}) for d in (64, 128, 256)),
     *(Case(f"highest-dim-{d}", q_len=256, kv_len=256, dim=d, options=lambda: {"precision": "highest"}) for d in (64, 128, 256)),
     Case("mla", q_len=500, kv_len=500, heads=4, kv_heads=4, dim=192, v_dim=128, dtype="bfloat16", options=lambda: {"is_causal": True}),
-    Case("long-causal", batch=1, q_len=1000, kv_len=1000, heads=4, dim=128, dtype="bfloat16", options=lambda: {"is_causal": True}),
+    Case("long-causal", q_len=1000, kv_len=1000, heads=8, dim=128, dtype="bfloat16", options=lambda: {"is_causal": True}),
     # Beyond 2048 the side that stays is held in registers.
-    *(Case(f"longer-{d}", batch=1, q_len=2300, kv_len=2200, dim=d, dtype="bfloat16", options=lambda: {"is_causal": True}) for d in (64, 96, 128)),
-    Case("longer-full", batch=1, q_len=2300, kv_len=2300, dim=128, dtype="float16"),
+    *(Case(f"longer-{d}", q_len=2300, kv_len=2200, dim=d, dtype="bfloat16", options=lambda: {"is_causal": True}) for d in (64, 96, 128)),
+    Case("longer-full", q_len=2300, kv_len=2300, kv_heads=2, dim=128, dtype="float16"),
     Case("long-full-f16", q_len=1024, kv_len=1024, heads=4, kv_heads=4, dim=64, dtype="float16"),
     Case("long-window", q_len=1500, kv_len=1500, batch=1, dim=64, dtype="bfloat16", options=lambda: {"local_window_size": (200, 0)}),
     Case("long-bias", q_len=700, kv_len=700, heads=4, dim=64, dtype="bfloat16", options=lambda: {"bias": _bias(1, 4, 700, 700, dtype="bfloat16")}),

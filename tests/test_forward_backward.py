@@ -74,7 +74,7 @@ def test_case(case, tier, kernels):
     compare(case, tier, kernels)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("mqa-bf16", "f16", "dim-72")], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("mqa-bf16", "f16", "dim-72", "everything")], ids=str)
 def test_tiles_held_in_registers(case, kernels, monkeypatch):
     """What long problems do on a GPU: the side that stays goes through a product with the identity first."""
     choose = tiles.choose

@@ -86,9 +86,7 @@ def test_vmap_over_arrays_keys_and_sinks():
 
 
 @pytest.mark.parametrize(
-    "spec, broadcast",
-    [(P("x"), False), (P(None, None, "y"), True), (P("x", None, "y"), False)],
-    ids=str,
+    "spec, broadcast", [(P("x"), False), (P(None, None, "y"), True), (P("x", None, "y"), False)], ids=str
 )
 def test_sharding_changes_nothing(spec, broadcast):
     """Each device draws its own rows and heads of the one mask; the gradient of a sink is summed over devices."""

@@ -11,6 +11,8 @@ import pallas_flash as pf
 
 from .accuracy import normal
 
+pytestmark = pytest.mark.everywhere
+
 T = 70
 
 
@@ -33,7 +35,7 @@ def same(a, b):
 
 
 BEHIND = {"query_seq_lengths": jnp.array([41, T]), "key_value_seq_lengths": jnp.array([19, 66])}
-TIERS = [pytest.param("triton", marks=pytest.mark.everywhere), "xla", "xla_chunked"]
+TIERS = ["triton", "xla", "xla_chunked"]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

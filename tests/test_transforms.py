@@ -22,8 +22,8 @@ def attend(q, k, v, bias=None, tier="triton", **options):
 plain = jax.jit(functools.partial(attend, tier="xla"))
 
 
-def close(a, b, **tolerance):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **{"atol": 2e-5, **tolerance}), a, b)
+def close(a, b, atol=2e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +156,7 @@ def test_forward_mode_and_second_order_name_the_way_out():
     def second(f):
         return jax.grad(lambda q: jnp.sum(jax.grad(lambda q: jnp.sum(jnp.sin(f(q, k, v))))(q) ** 2))
 
-    for derivative in (jvp, lambda f: jax.jit(second(f))):
+    for derivative in (jvp, second, lambda f: jax.jit(second(f))):
         with pytest.raises(NotImplementedError, match="implementation='xla', where both work"):
             derivative(attend)(q)
     # Inside jit, JAX finds forward mode only after our function has returned, and says so itself.
@@ -184,11 +184,8 @@ def test_shard_map(spec):
 SPECS = {"batch": P("x"), "heads": P(None, None, "y"), "both": P("x", None, "y"), "x and y": P(("x", "y"))}
 
 
-EXTRAS = [(name, "none") for name in ("batch", "heads", "both")]
-EXTRAS += [(name, "bias and segments") for name in ("both", "x and y")]
-
-
-@pytest.mark.parametrize("name, extra", EXTRAS)
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("extra", ["none", "bias and segments"])
 def test_sharded_inputs_under_jit(name, extra):
     """BR-72, BR-135: batch and head sharding under plain jit, on virtual devices, without a collective."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
@@ -237,15 +234,15 @@ def test_callers_may_forbid_promotion(tier):
     }
     place = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
 
-    def both(tier, *a):
+    def both(*a):
         f = functools.partial(attend, bias=bias, tier=tier, **options)
         return [x.astype(jnp.float32) for x in with_gradients(f)(*a)]
 
-    want = both("xla", q, k, v)
+    want = both(q, k, v)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         options["mask"].dense(20, 20)
-        got = both(tier, *(jax.device_put(a, place) for a in (q, k, v)))
-    close(got, want, atol=0.02, rtol=0.01)
+        got = both(*(jax.device_put(a, place) for a in (q, k, v)))
+    close(got, want, atol=0.02)
 
 
 def test_fused_projection_slices():

@@ -90,7 +90,7 @@ CASES = [
     Case("highest", q_len=33, options=lambda: {"precision": "highest"}),
     Case("short-queries", q_len=3, kv_len=129, options=lambda: {"is_causal": True, "causal_alignment": "bottom_right"}),
     Case("more-queries", q_len=70, kv_len=17, options=lambda: {"is_causal": True, "causal_alignment": "bottom_right"}),
-    Case("one", q_len=1, kv_len=1),
+    Case("one", q_len=1, kv_len=1, options=lambda: {"bias": _bias(2, 1, 1, 1)}),
     Case("one-key", q_len=37, kv_len=1),
     Case("offset", q_len=20, kv_len=90, options=lambda: {"is_causal": True, "q_offset": 37}),
     Case("offsets", q_len=20, kv_len=90, options=lambda: {"is_causal": True, "q_offset": jnp.array([5, 60])}),

@@ -84,12 +84,27 @@ def forward(problem: Problem, device: Device, x: Operands, *, keep_rest: bool) -
     """Output and natural-log lse; with ``keep_rest`` also what a 16-bit output lost to rounding."""
     tile = tiles.choose(problem, "forward", device)
     keep_rest = keep_rest and problem.dtype != "float32"
+    q, k, v = _factors(problem, device, x.q, x.k, x.v)
+    x = addressable(x._replace(q=q, k=k, v=v))
     with quiet_deprecation():
-        return _forward_kernel.forward(problem, addressable(x), tile, device.interpret, keep_rest=keep_rest)
+        return _forward_kernel.forward(problem, x, tile, device.interpret, keep_rest=keep_rest)
 
 
 def backward(problem: Problem, device: Device, x: Operands, out: Output, do: jax.Array, dlse: jax.Array) -> Gradients:
     """Gradients from the cotangents of o and lse."""
     chosen = {kernel: tiles.choose(problem, kernel, device) for kernel in _kernels(problem)}
+    q, k, v, do = _factors(problem, device, x.q, x.k, x.v, do)
+    x = addressable(x._replace(q=q, k=k, v=v))
     with quiet_deprecation():
-        return _backward_kernels.backward(problem, addressable(x), out, do, dlse, chosen, device.interpret)
+        return _backward_kernels.backward(problem, x, out, do, dlse, chosen, device.interpret)
+
+
+def _factors(problem: Problem, device: Device, *arrays: jax.Array) -> list[jax.Array]:
+    """The arrays as every product takes them: float32 that will be multiplied as TF32 has its ten bits already.
+
+    Hardware takes the rest by rounding in one product and by cutting in another. Then do.v of one kernel and delta,
+    from the output of another, would not cancel where they must, as in a row that sees one key.
+    """
+    if problem.dtype != "float32" or problem.precision == "highest" or device.interpret:
+        return list(arrays)
+    return [jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10) for x in arrays]

@@ -10,22 +10,21 @@ from .masks import (
     And,
     Causal,
     Chunked,
-    Dense,
     Dilated,
     Full,
-    KeyRanges,
     Lengths,
     Mask,
     Or,
     Prefix,
-    Segments,
     Window,
     mask,
     static,
 )
+from .pair_masks import BlockMap, Blocks, Dense
 from .scores import Alibi, Bias, Chain, RelativeBias, Score, SoftCap, score
 from .softmax import merge
 from .spans import Range, Span, Tiles
+from .token_masks import KeyRanges, Segments
 from .varlen import pack, unpack, varlen_attention
 
 __version__ = "0.1.0"
@@ -34,6 +33,8 @@ __all__ = [
     "Alibi",
     "And",
     "Bias",
+    "BlockMap",
+    "Blocks",
     "Causal",
     "Chain",
     "Chunked",

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .checks import Sizes, as_int_array, bounded
 from .promotion import usual_promotion
-from .spans import EVERYTHING, HIGH, LOW, NO_PROMISE, Range, Span, Tiles, intersect, lib, places, unite
+from .spans import EVERYTHING, HIGH, LOW, NO_PROMISE, Range, Span, Tiles, intersect, lib, unite
 
 _T = TypeVar("_T")
 
@@ -81,6 +82,25 @@ class Mask:
         """Whether a range would hold many tiles that are forbidden: kernels are then given a list of tiles."""
         return False
 
+    @property
+    def knows_tiles(self) -> bool:
+        """Whether it answers for tiles at all; a :class:`BlockMap` looks at each pair of a mask that doesn't."""
+        return type(self).kv_range is not Mask.kv_range or type(self).tile_states is not Mask.tile_states
+
+    def batch_and_heads(self) -> tuple[int, int]:
+        """Sizes of the batch and of the heads that its arrays have, 1 where they have none."""
+        leaves = [np.shape(leaf) for leaf in jax.tree.leaves(self)]
+        batch = max([shape[0] for shape in leaves if len(shape) in (1, 2, 4)], default=1)
+        return batch, max([shape[1] for shape in leaves if len(shape) == 4], default=1)
+
+    def checked(self, sizes: Sizes) -> Mask:
+        """The mask with its arrays as a call of these sizes needs them: JAX arrays, int32 where they are ints.
+
+        Raises:
+          ValueError: an array of another shape or dtype, in a sentence that names it.
+        """
+        return self
+
     def __and__(self, other: Mask) -> Mask:
         return And(self, _a_mask(other))
 
@@ -95,8 +115,11 @@ class Mask:
         """
         from .kernels.xla import dense_mask  # the dense spans live beside the plain definition
 
-        batch = max([batch] + [leaf.shape[0] for leaf in jax.tree.leaves(self) if jnp.ndim(leaf) in (1, 2, 4)])
-        return dense_mask(self, batch, heads, q_len, kv_len, q_offset)
+        own_batch, own_heads = self.batch_and_heads()
+        offset = int(q_offset) if isinstance(q_offset, int | np.integer) else None
+        sizes = Sizes(max(batch, own_batch), max(heads, own_heads), q_len, kv_len, offset)
+        rows = jnp.arange(q_len, dtype=jnp.int32)
+        return dense_mask(checked(self, sizes), sizes.batch, sizes.heads, rows, kv_len, q_offset)
 
     @usual_promotion
     def draw(
@@ -144,6 +167,45 @@ def pairs_allowed(m: Mask, q: Span, kv: Span) -> jax.Array:
     return allowed
 
 
+def tile_states(m: Mask, q: Tiles, kv: Tiles) -> jax.Array:
+    """:meth:`Mask.tile_states` of full size: int8 [B or 1, N or 1, tiles of queries, tiles of keys].
+
+    Raises:
+      ValueError: a shape that does not broadcast to that.
+    """
+    states = jnp.asarray(m.tile_states(q, kv), jnp.int8)
+    if states.ndim != 4 or any(n not in (1, side.count) for n, side in zip(states.shape[2:], (q, kv), strict=True)):
+        raise ValueError(
+            f"{type(m).__name__}.tile_states must return [batch or 1, heads or 1, {q.count} or 1, {kv.count} or 1]; "
+            f"got shape {states.shape}"
+        )
+    return jnp.broadcast_to(states, (*states.shape[:2], q.count, kv.count))
+
+
+def checked(m: Any, sizes: Sizes) -> Mask:
+    """A mask whose arrays fit a call, with 1 or the batch as their first axis.
+
+    Raises:
+      ValueError: they don't, or it is no mask.
+    """
+    if not isinstance(m, Mask):
+        raise ValueError(f"& and | combine masks; an array goes in as Dense(array), got {type(m).__name__}")
+    if any(leaf is m for leaf in jax.tree.leaves(m)):
+        raise ValueError(f"mask {type(m).__name__} is no pytree: decorate its class with @pallas_flash.mask")
+
+    def leaf(path: Any, x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        x = x[None] if x.ndim == 0 else x
+        if x.shape[0] not in (1, sizes.batch):
+            raise ValueError(
+                f"array {jax.tree_util.keystr(path)} of mask {type(m).__name__} has shape {x.shape}; the first axis of "
+                f"a mask's arrays is the batch, 1 or {sizes.batch}"
+            )
+        return x
+
+    return jax.tree_util.tree_map_with_path(leaf, m.checked(sizes))
+
+
 def _a_mask(other: Any) -> Mask:
     if not isinstance(other, Mask):
         raise TypeError(
@@ -162,6 +224,12 @@ class And(Mask):
     def allows(self, q, kv):
         return self.a.allows(q, kv) & self.b.allows(q, kv)
 
+    def checked(self, sizes):
+        return type(self)(checked(self.a, sizes), checked(self.b, sizes))
+
+    def batch_and_heads(self):
+        return tuple(map(max, self.a.batch_and_heads(), self.b.batch_and_heads()))
+
     def kv_range(self, q):
         return intersect(self.a.kv_range(q), self.b.kv_range(q))
 
@@ -175,6 +243,10 @@ class And(Mask):
     def has_holes(self):
         return self.a.has_holes or self.b.has_holes
 
+    @property
+    def knows_tiles(self):
+        return self.a.knows_tiles and self.b.knows_tiles
+
 
 @mask
 class Or(Mask):
@@ -185,6 +257,12 @@ class Or(Mask):
 
     def allows(self, q, kv):
         return self.a.allows(q, kv) | self.b.allows(q, kv)
+
+    def checked(self, sizes):
+        return type(self)(checked(self.a, sizes), checked(self.b, sizes))
+
+    def batch_and_heads(self):
+        return tuple(map(max, self.a.batch_and_heads(), self.b.batch_and_heads()))
 
     def kv_range(self, q):
         return unite(self.a.kv_range(q), self.b.kv_range(q))
@@ -198,6 +276,10 @@ class Or(Mask):
     @property
     def has_holes(self):
         return self.a.has_holes or self.b.has_holes
+
+    @property
+    def knows_tiles(self):
+        return self.a.knows_tiles and self.b.knows_tiles
 
 
 @mask
@@ -270,6 +352,9 @@ class Prefix(Mask):
 
     length: Any  # int32 [B or 1]
 
+    def checked(self, sizes):
+        return Prefix(_checked_lengths("length of mask Prefix", self.length))
+
     def allows(self, q, kv):
         return kv.index < kv.per_batch(self.length)
 
@@ -296,6 +381,10 @@ class Lengths(Mask):
 
     q_len: Any = None
     kv_len: Any = None
+
+    def checked(self, sizes):
+        given = vars(self).items()
+        return Lengths(*(None if x is None else _checked_lengths(f"{name} of mask Lengths", x) for name, x in given))
 
     def allows(self, q, kv):
         allowed = jnp.full((1, 1), True)
@@ -327,58 +416,11 @@ class Lengths(Mask):
         return bounds
 
 
-@mask
-class Segments(Mask):
-    """Tokens see each other where their ids are equal, contiguous or not; a negative id is padding.
-
-    ``q_ids`` is int32 [B or 1, q_len], ``kv_ids`` int32 [B or 1, kv_len].
-    """
-
-    q_ids: Any
-    kv_ids: Any
-
-    def allows(self, q, kv):
-        q_ids = q.take(self.q_ids)
-        return (q_ids == kv.take(self.kv_ids)) & (q_ids >= 0)
-
-    def kv_range(self, q):
-        return self._range(q, self.q_ids, self.kv_ids)
-
-    def q_range(self, kv):
-        return self._range(kv, self.kv_ids, self.q_ids)
-
-    @staticmethod
-    def _range(side, own, other):
-        # By the least and largest id of each tile and of each run of the other side: no sort, which costs a GPU a
-        # fifth of the attention itself.
-        own_min, own_max = (x[..., :, None] for x in _id_bounds(side, own))
-        runs = Tiles(other.shape[1], _RUN)
-        run_min, run_max = (x[..., None, :] for x in _id_bounds(runs, other))
-        some = (own_min <= run_max) & (run_min <= own_max)
-        every = (own_min == own_max) & (run_min == own_min) & (run_max == own_max)
-        every &= side.reduce(own, "min")[..., :, None] >= 0
-        every &= runs.reduce(other, "min")[..., None, :] >= 0
-        lo, hi = _hull(some)
-        full_lo, full_hi = _hull(every)
-        gapless = every.sum(-1) == full_hi - full_lo
-        bounds = (lo, jnp.where(gapless, full_lo, hi), jnp.where(gapless, full_hi, lo), hi)
-        return side.in_positions(Range(*(_RUN * bound[:, None, :] for bound in bounds)))
-
-
-_RUN = 16  # tokens of the other side that are judged together: the least that a kernel's tile holds
-
-
-def _id_bounds(tiles: Tiles, ids: Any) -> tuple[jax.Array, jax.Array]:
-    """Least and largest id, paddings aside, of each tile: int32 [B, tiles]; the least is larger where there is none."""
-    ids = jnp.asarray(ids, jnp.int32)
-    return tiles.reduce(jnp.where(ids < 0, HIGH, ids), "min"), tiles.reduce(jnp.where(ids < 0, LOW, ids), "max")
-
-
-def _hull(some: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First place that is True and one behind the last: bool [..., places] to int32 [...]; 0 and 0 where none is."""
-    place = jnp.arange(some.shape[-1], dtype=jnp.int32)
-    hi = jnp.where(some, place + 1, 0).max(-1)
-    return jnp.minimum(jnp.where(some, place, HIGH).min(-1), hi), hi
+def _checked_lengths(name: str, lengths: Any) -> jax.Array:
+    lengths = bounded(as_int_array(name, lengths), -(2**29), 2**29)
+    if lengths.ndim > 1:
+        raise ValueError(f"{name} must have shape [batch or 1]; got {lengths.shape}")
+    return lengths
 
 
 @mask
@@ -388,7 +430,7 @@ class Chunked(Mask):
     size: int = static()
 
     def __post_init__(self):
-        _check_size("size of mask Chunked", self.size)
+        check_size("size of mask Chunked", self.size)
 
     def allows(self, q, kv):
         return q.index // self.size == kv.index // self.size
@@ -407,110 +449,19 @@ class Dilated(Mask):
     step: int = static()
 
     def __post_init__(self):
-        _check_size("step of mask Dilated", self.step)
+        check_size("step of mask Dilated", self.step)
 
     def allows(self, q, kv):
         return (q.index - kv.index) % self.step == 0
 
 
-def _check_size(name: str, size: Any) -> None:
+def check_size(name: str, size: Any) -> None:
     try:
         positive = operator.index(size) > 0
     except TypeError:
         positive = False
     if not positive:
         raise ValueError(f"{name} must be an int of at least 1; got {size!r}")
-
-
-@mask
-class KeyRanges(Mask):
-    """Query i sees the keys in rows ``first[i]`` to ``last[i]``, the last one not included.
-
-    ``first`` and ``last`` are int32 [B or 1, q_len], each non-decreasing along the queries: documents packed end to
-    end, each with a causal mask or a window of its own, in one mask.
-    """
-
-    first: Any
-    last: Any
-
-    def allows(self, q, kv):
-        return (kv.row >= q.take(self.first)) & (kv.row < q.take(self.last))
-
-    def kv_range(self, q):
-        rows = (
-            q.reduce(self.first, "min"),
-            q.reduce(self.first, "max"),
-            q.reduce(self.last, "min"),
-            q.reduce(self.last, "max"),
-        )
-        return q.in_positions(Range(*(bound[:, None, :] for bound in rows)))
-
-    def q_range(self, kv):
-        # In order, so the queries that see a key, and those that see a whole tile, are runs.
-        def place(ends, bounds, side):
-            return jax.vmap(lambda x: places(x, bounds, side))(ends)
-
-        lo, hi = jnp.asarray(kv.row_lo), jnp.asarray(kv.row_hi)
-        rows = (
-            place(self.last, lo, "right"),
-            place(self.last, hi, "left"),
-            place(self.first, lo, "right"),
-            place(self.first, hi, "left"),
-        )
-        return kv.in_positions(Range(*(bound[:, None, :] for bound in rows)))
-
-
-@mask
-class Dense(Mask):
-    """Any boolean array that broadcasts to [B, N, q_len, kv_len]; True = attend."""
-
-    array: Any  # [B or 1, N or 1, q_len or 1, kv_len or 1]
-
-    def allows(self, q, kv):
-        return q.take_pairs(kv, self.array)
-
-    def kv_range(self, q):
-        return self._range(q, jnp.asarray(self.array, bool))
-
-    def q_range(self, kv):
-        return self._range(kv, jnp.asarray(self.array, bool).swapaxes(-1, -2))
-
-    def tile_states(self, q, kv):
-        allowed = jnp.asarray(self.array, bool)
-
-        def reduced(kind):
-            along_queries = allowed if allowed.shape[-2] == 1 else _reduce_rows(q, allowed, kind)
-            return along_queries if allowed.shape[-1] == 1 else kv.reduce(along_queries, kind)
-
-        return reduced("any").astype(jnp.int8) + reduced("all").astype(jnp.int8)
-
-    @property
-    def has_holes(self):
-        return np.shape(self.array)[-1] > 1 and np.shape(self.array)[-2] > 1
-
-    @staticmethod
-    def _range(side, allowed):
-        # [B, N, own, other] -> what each tile of the own side allows at each place of the other side
-        if allowed.shape[-2] == 1:
-            some, every = allowed, allowed
-        else:
-            some, every = (_reduce_rows(side, allowed, kind) for kind in ("any", "all"))
-        if some.shape[-1] == 1:  # the same answer everywhere on the other side
-            some, every = some[..., 0], every[..., 0]
-            bounds = Range(LOW, jnp.where(every, LOW, HIGH), jnp.where(every, HIGH, LOW), jnp.where(some, HIGH, LOW))
-        else:
-            lo, hi = _hull(some)
-            place = jnp.arange(some.shape[-1], dtype=jnp.int32)
-            last_gap = jax.lax.cummax(jnp.where(every, -1, place), axis=every.ndim - 1)
-            run = place - last_gap  # length of the run of full places that ends here
-            full_hi = jnp.argmax(run, axis=-1).astype(jnp.int32) + 1
-            bounds = Range(lo, full_hi - run.max(-1), full_hi, hi)
-        return side.in_positions(bounds)
-
-
-def _reduce_rows(side: Tiles, allowed: jax.Array, kind: str) -> jax.Array:
-    """``side.reduce`` along the second axis from the end."""
-    return side.reduce(allowed.swapaxes(-1, -2), kind).swapaxes(-1, -2)
 
 
 def all_of(masks: list[Mask]) -> Mask:

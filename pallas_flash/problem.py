@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import dropout
-from .masks import And, Causal, Dense, KeyRanges, Lengths, Mask, Or, Prefix, Segments, Window, all_of
+from .checks import Sizes, as_array, as_int_array, bounded, one_of, pairwise
+from .masks import Causal, Lengths, Mask, Window, all_of, checked
+from .pair_masks import Dense
 from .scores import Alibi, Bias, Read, Score, SoftCap, chain, checked_reads, listed
-from .spans import places
+from .token_masks import Segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +153,7 @@ def describe(
     Raises:
       ValueError: a malformed argument; the text names it, its value or shape, and the rule.
     """
-    query, key, value = _array("query", query), _array("key", key), _array("value", value)
+    query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
     batch_dims = _check_arrays(query, key, value)
     nb = len(batch_dims)
     batch = math.prod(batch_dims)
@@ -168,14 +170,16 @@ def describe(
     kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch_dims)
     if q_lengths is not None or kv_lengths is not None:
         masks.append(Lengths(_clip(q_lengths, q_len), _clip(kv_lengths, kv_len)))
-    masks += _segments(q_segment_ids, kv_segment_ids, batch_dims, q_len, kv_len)
+    static_offset, offset_array = _offset(q_offset, causal_alignment, batch_dims, q_len, kv_len, q_lengths, kv_lengths)
+    sizes = Sizes(batch, num_q_heads, q_len, kv_len, static_offset)
+    masks += [m.checked(sizes) for m in _segments(q_segment_ids, kv_segment_ids, batch_dims, q_len, kv_len)]
     target = (batch_dims, num_q_heads, q_len, kv_len)
     if isinstance(mask, type) and issubclass(mask, Mask):
         raise ValueError(f"mask is the class {mask.__name__}; give an instance, {mask.__name__}(...)")
     if isinstance(mask, Mask):
-        masks.append(_own_arrays(mask, batch, num_q_heads, q_len, kv_len))
+        masks.append(checked(mask, sizes))
     elif mask is not None:
-        array = _pairwise("mask", mask, *target)
+        array = pairwise("mask", mask, *target)
         masks.append(Dense(array))
         if array.dtype != jnp.bool_:
             raise ValueError(
@@ -186,7 +190,7 @@ def describe(
     if logits_soft_cap is not None:
         scores.append(SoftCap(logits_soft_cap))
     if bias is not None:
-        bias = _pairwise("bias", bias, *target)
+        bias = pairwise("bias", bias, *target)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise ValueError(f"bias must be a float array, got {bias.dtype}; a boolean mask goes in as mask=")
         scores.append(Bias(bias))
@@ -196,7 +200,6 @@ def describe(
     whole_score = chain(scores)
     score_reads = checked_reads(whole_score, batch, num_q_heads, q_len, kv_len)
 
-    static_offset, offset_array = _offset(q_offset, causal_alignment, batch_dims, q_len, kv_len, q_lengths, kv_lengths)
     static_scale, scale_array = _scale(scale, head_dim, query.dtype)
     combined = all_of(masks)
     log_sinks = _sinks(sinks, num_q_heads)
@@ -221,7 +224,7 @@ def describe(
         dropout_rate=rate,
         mask=" & ".join(_name(m) for m in masks) or "no mask",
         precision=_precision(precision),
-        backward=_one_of("backward", backward, ("auto", "deterministic", "fast")),
+        backward=one_of("backward", backward, ("auto", "deterministic", "fast")),
     )
     query, key, value = (x.reshape(batch, *x.shape[nb:]) for x in (query, key, value))
     x = Operands(query, key, value, whole_score, combined, offset_array, scale_array, log_sinks, counters)
@@ -260,53 +263,10 @@ def _check_arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[i
     return batch_dims
 
 
-def _pairwise(name: str, x: Any, batch_dims: tuple[int, ...], heads: int, q_len: int, kv_len: int) -> jax.Array:
-    """An array that broadcasts to [batch dims, N, T, S], as [B or 1, N or 1, T or 1, S or 1]."""
-    x = _array(name, x)
-    target = (*batch_dims, heads, q_len, kv_len)
-    rank = max(4, len(target))
-    full = (1,) * (rank - len(target)) + target
-    if x.ndim > rank or any(have not in (1, want) for have, want in zip(x.shape[::-1], full[::-1], strict=False)):
-        raise ValueError(
-            f"{name} of shape {x.shape} does not broadcast to [batch, heads, q_len, kv_len] = {list(target)}: "
-            "each dimension must be 1 or the full size"
-        )
-    x = x.reshape((1,) * (rank - x.ndim) + x.shape)
-    outer = x.shape[:-3]
-    if math.prod(outer) == 1:
-        return x.reshape(1, *x.shape[-3:])
-    x = jnp.broadcast_to(x, (*full[:-3], *x.shape[-3:]))
-    return x.reshape(math.prod(full[:-3]), *x.shape[-3:])
-
-
-def _array(name: str, x: Any) -> jax.Array:
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be an array; got {type(x).__name__} {x!r:.80}") from None
-
-
-def _int_array(name: str, x: Any) -> jax.Array:
-    if (
-        isinstance(x, np.ndarray)
-        and x.dtype.kind in "iu"
-        and x.size
-        and x.dtype != jax.dtypes.canonicalize_dtype(x.dtype)
-    ):
-        # JAX without x64 mode would cut them off without a word.
-        bounds = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
-        if x.min() < bounds.min or x.max() > bounds.max:
-            raise ValueError(f"{name} holds numbers beyond {bounds.dtype}, which JAX keeps only in x64 mode")
-    x = _array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} must be an integer array, got {x.dtype}")
-    return x
-
-
 def _lengths(name: str, x: Any, batch_dims: tuple[int, ...]) -> jax.Array | None:
     if x is None:
         return None
-    x = _int_array(name, x)
+    x = as_int_array(name, x)
     wanted = batch_dims or (1,)
     if x.shape not in (wanted, batch_dims):
         raise ValueError(f"{name} must have one length per batch row, shape {list(wanted)}; got shape {x.shape}")
@@ -314,13 +274,7 @@ def _lengths(name: str, x: Any, batch_dims: tuple[int, ...]) -> jax.Array | None
 
 
 def _clip(lengths: jax.Array | None, size: int) -> jax.Array | None:
-    return None if lengths is None else _bounded(lengths, 0, size)
-
-
-def _bounded(x: jax.Array, low: int, high: int) -> jax.Array:
-    """Integers as int32 within bounds, clipped in a dtype that holds both them and the bounds."""
-    x = x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
-    return jnp.clip(x, max(low, jnp.iinfo(x.dtype).min), high).astype(jnp.int32)
+    return None if lengths is None else bounded(lengths, 0, size)
 
 
 def window_of(size: Any) -> Window:
@@ -360,73 +314,13 @@ def _segments(q_ids: Any, kv_ids: Any, batch_dims: tuple[int, ...], q_len: int, 
         kv_ids = q_ids
 
     def ids(name, x, length):
-        x = _int_array(name, x)
+        x = as_int_array(name, x)
         wanted = (*batch_dims, length)
         if x.shape != wanted:
             raise ValueError(f"{name} must have shape [batch, length] = {list(wanted)}; got {x.shape}")
         return x.reshape(math.prod(batch_dims), length)
 
-    return [Segments(*_narrow(ids("q_segment_ids", q_ids, q_len), ids("kv_segment_ids", kv_ids, kv_len)))]
-
-
-def _narrow(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Segment ids as int32; ids that may not fit become their rank among those of their batch row."""
-    if all(x.dtype.itemsize < 4 or x.dtype == jnp.int32 for x in (q_ids, kv_ids)):
-        return q_ids.astype(jnp.int32), kv_ids.astype(jnp.int32)
-    rows = max(q_ids.shape[0], kv_ids.shape[0])
-    both = jnp.concatenate([jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q_ids, kv_ids)], axis=1)
-    rank = jax.vmap(lambda row: places(jnp.sort(row), row, "left"))(both)
-    rank = jnp.where(both < 0, -1, rank)
-    return rank[:, : q_ids.shape[1]], rank[:, q_ids.shape[1] :]
-
-
-def _own_arrays(m: Mask, batch: int, heads: int, q_len: int, kv_len: int) -> Mask:
-    """A mask object with its arrays as arrays whose first axis is 1 or the batch, and of the sizes of the call."""
-    if not isinstance(m, Mask):
-        raise ValueError(f"& and | combine masks; an array goes in as Dense(array), got {type(m).__name__}")
-    if any(leaf is m for leaf in jax.tree.leaves(m)):
-        raise ValueError(f"mask {_name(m)} is no pytree: decorate its class with @pallas_flash.mask")
-    if isinstance(m, And | Or):
-        return type(m)(*(_own_arrays(part, batch, heads, q_len, kv_len) for part in (m.a, m.b)))
-    if isinstance(m, Dense):
-        array = _pairwise("the array of mask Dense", m.array, (batch,), heads, q_len, kv_len)
-        if array.dtype != jnp.bool_:
-            raise ValueError(f"the array of mask Dense must be boolean (True = attend), got {array.dtype}")
-        return Dense(array)
-    if isinstance(m, Segments):
-        ids = []
-        for name, given, length in (("q_ids", m.q_ids, q_len), ("kv_ids", m.kv_ids, kv_len)):
-            ids.append(_int_array(f"{name} of mask Segments", given))
-            if ids[-1].ndim != 2 or ids[-1].shape[1] != length:
-                shape = ids[-1].shape
-                raise ValueError(f"{name} of mask Segments must have shape [batch or 1, {length}]; got {shape}")
-        m = Segments(*_narrow(*ids))
-    if isinstance(m, KeyRanges):
-        m = KeyRanges(*(_int_array(f"{name} of mask KeyRanges", x) for name, x in vars(m).items()))
-        if not all(x.ndim == 2 and x.shape[1] == q_len for x in (m.first, m.last)):
-            shapes = f"{m.first.shape} and {m.last.shape}"
-            raise ValueError(f"first and last of mask KeyRanges must have shape [batch or 1, {q_len}]; got {shapes}")
-    if isinstance(m, Lengths | Prefix):
-        for field in dataclasses.fields(m):
-            if (lengths := getattr(m, field.name)) is None and isinstance(m, Lengths):
-                continue
-            name = f"{field.name} of mask {_name(m)}"
-            lengths = _bounded(_int_array(name, lengths), -(2**29), 2**29)
-            if lengths.ndim > 1:
-                raise ValueError(f"{name} must have shape [batch or 1]; got {lengths.shape}")
-            m = dataclasses.replace(m, **{field.name: lengths})
-
-    def leaf(path, x):
-        x = jnp.asarray(x)
-        x = x[None] if x.ndim == 0 else x
-        if x.shape[0] not in (1, batch):
-            raise ValueError(
-                f"array {jax.tree_util.keystr(path)} of mask {_name(m)} has shape {x.shape}; the first axis of a "
-                f"mask's arrays is the batch, 1 or {batch}"
-            )
-        return x
-
-    return jax.tree_util.tree_map_with_path(leaf, m)
+    return [Segments(ids("q_segment_ids", q_ids, q_len), ids("kv_segment_ids", kv_ids, kv_len))]
 
 
 def _offset(
@@ -438,7 +332,7 @@ def _offset(
     q_lengths: jax.Array | None,
     kv_lengths: jax.Array | None,
 ) -> tuple[int | None, jax.Array | None]:
-    _one_of("causal_alignment", alignment, ("top_left", "bottom_right"))
+    one_of("causal_alignment", alignment, ("top_left", "bottom_right"))
     if alignment == "bottom_right":
         if q_offset is not None:
             raise ValueError(
@@ -455,11 +349,11 @@ def _offset(
         if abs(int(q_offset)) >= 2**29:
             raise ValueError(f"q_offset={q_offset} is out of range: positions must stay within +-2**29")
         return int(q_offset), None
-    q_offset = _int_array("q_offset", q_offset)
+    q_offset = as_int_array("q_offset", q_offset)
     if q_offset.ndim and q_offset.shape not in (batch_dims, (1,)):
         raise ValueError(f"q_offset must be an int or have shape {list(batch_dims)}; got shape {q_offset.shape}")
     # No token is farther away; keeps position arithmetic inside int32.
-    return None, _bounded(q_offset, -(2**29), 2**29).reshape(-1)
+    return None, bounded(q_offset, -(2**29), 2**29).reshape(-1)
 
 
 def _scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float | None, jax.Array | None]:
@@ -467,14 +361,14 @@ def _scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float | None, jax.Arr
         return (1.0 / math.sqrt(head_dim) if head_dim else 1.0), None
     if isinstance(scale, (int, float, np.number)):
         return float(scale), None
-    scale = _array("scale", scale)
+    scale = as_array("scale", scale)
     if scale.size != 1 or jnp.issubdtype(scale.dtype, jnp.complexfloating):
         raise ValueError(f"scale must be a real scalar; got {scale.dtype} of shape {scale.shape}")
     return None, scale.astype(jnp.promote_types(dtype, jnp.float32)).reshape(1)
 
 
 def _slopes(slopes: Any, batch: int, heads: int) -> jax.Array:
-    slopes = _array("alibi_slopes", slopes)
+    slopes = as_array("alibi_slopes", slopes)
     fits = slopes.shape == (heads,) or (slopes.ndim == 2 and slopes.shape[0] in (1, batch) and slopes.shape[1] == heads)
     if not fits or not jnp.issubdtype(slopes.dtype, jnp.floating):
         raise ValueError(
@@ -535,12 +429,6 @@ def _precision(precision: Any) -> Literal["default", "highest"]:
         raise ValueError(
             f"precision must be None, 'default', 'high', 'highest' or a jax.lax.Precision; got {precision!r}"
         ) from None
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
-    return value
 
 
 def _name(m: Mask) -> str:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from . import masks, scores
+from . import masks, pair_masks, scores, token_masks
 from .problem import Gradients, Operands, Output, Problem
 from .promotion import usual_promotion
 
@@ -167,7 +167,10 @@ def _is_known(part: Any) -> bool:
     """Only our own masks and scores: a user's may ask for ``head`` or ``batch``, which each device counts from 0."""
     if isinstance(part, masks.And | masks.Or | scores.Chain):
         return _is_known(part.a) and _is_known(part.b)
-    return part is None or type(part).__module__ in (masks.__name__, scores.__name__)
+    if isinstance(part, pair_masks.BlockMap):
+        return _is_known(part.mask)
+    modules = (masks, token_masks, pair_masks, scores)
+    return part is None or type(part).__module__ in {module.__name__ for module in modules}
 
 
 def _axes(p: Problem, mesh: Any, q_spec: PartitionSpec) -> dict[str, tuple[str, ...]]:

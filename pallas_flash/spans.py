@@ -134,6 +134,13 @@ def places(ordered: jax.Array, values: jax.Array, side: str) -> jax.Array:
     return jnp.searchsorted(ordered, values, side=side, method=method).astype(jnp.int32)
 
 
+def hull(some: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """First place that is True and one behind the last: bool [..., places] to int32 [...]; 0 and 0 where none is."""
+    place = jnp.arange(some.shape[-1], dtype=jnp.int32)
+    hi = jnp.where(some, place + 1, 0).max(-1)
+    return jnp.minimum(jnp.where(some, place, HIGH).min(-1), hi), hi
+
+
 def shift(r: Range, offset: Any) -> Range:
     """The same promise with every bound moved by ``offset``."""
     return Range(*(bound + offset for bound in r))

@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from .attention import flash_attention
-from .masks import Dense, KeyRanges, Mask
+from .checks import as_array, as_int_array, bounded, one_of
+from .masks import Mask
+from .pair_masks import Dense
 from .problem import window_of
 from .promotion import usual_promotion
 from .spans import places
+from .token_masks import KeyRanges
 
 
 @usual_promotion
@@ -60,8 +63,7 @@ def varlen_attention(
     for name in ("q_segment_ids", "kv_segment_ids", "query_seq_lengths", "key_value_seq_lengths", "q_offset"):
         if options.get(name) is not None:
             raise ValueError(f"{name} has no meaning for packed sequences: cu_seqlens_q and cu_seqlens_k bound them")
-    if causal_alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f"causal_alignment must be 'top_left' or 'bottom_right'; got {causal_alignment!r}")
+    one_of("causal_alignment", causal_alignment, ("top_left", "bottom_right"))
     if cu_seqlens_k is not None and options.get("alibi_slopes") is not None:
         raise ValueError(
             "alibi_slopes needs keys packed as the queries are (cu_seqlens_k=None): it counts distances in packed "
@@ -92,8 +94,10 @@ def key_ranges(
         position = position + (end - start) - (cu_q[sequence + 1] - cu_q[sequence])
     first = start if left is None else jnp.clip(position - left, start, end)
     last = end if right is None else jnp.clip(position + right + 1, start, end)
-    first, last = (jnp.where(row < cu_q[-1], x, cu_k[-1])[None] for x in (first, last))
-    return KeyRanges(first, last)
+    # Rows before the first sequence or behind the last see nothing, at an end that keeps both bounds in order.
+    rest = jnp.where(row < cu_q[0], cu_k[0], cu_k[-1])
+    inside = (row >= cu_q[0]) & (row < cu_q[-1])
+    return KeyRanges(*(jnp.where(inside, x, rest)[None] for x in (first, last)))
 
 
 @usual_promotion
@@ -113,8 +117,15 @@ def pack(x: Any, lengths: Any, total: int) -> tuple[jax.Array, jax.Array]:
     >>> packed.tolist(), cu.tolist()
     ([1, 2, 3, 0], [0, 2, 3])
     """
-    x, lengths = jnp.asarray(x), jnp.asarray(lengths, jnp.int32)
+    x, lengths = as_array("x", x), as_int_array("lengths", lengths)
+    if x.ndim < 2 or lengths.shape != x.shape[:1]:
+        raise ValueError(
+            f"x must be [batch, length, ...] and lengths [batch]; got shapes {x.shape} and {lengths.shape}"
+        )
+    lengths = bounded(lengths, 0, x.shape[1])
     cu = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+    if 0 in x.shape[:2]:
+        return jnp.zeros((total, *x.shape[2:]), x.dtype), cu
     row, sequence = _rows(cu, total)
     packed = x[sequence, jnp.clip(row - cu[sequence], 0, x.shape[1] - 1)]
     inside = (row < cu[-1]).reshape(-1, *(1,) * (packed.ndim - 1))
@@ -131,6 +142,8 @@ def unpack(packed: Any, cu_seqlens: Any, length: int) -> jax.Array:
     """
     packed, cu = jnp.asarray(packed), _offsets("cu_seqlens", cu_seqlens)
     place = cu[:-1, None] + jnp.arange(length, dtype=jnp.int32)
+    if packed.shape[0] == 0:
+        return jnp.zeros((*place.shape, *packed.shape[1:]), packed.dtype)
     inside = place < cu[1:, None]
     rows = packed[jnp.clip(place, 0, packed.shape[0] - 1)]
     return jnp.where(inside.reshape(*inside.shape, *(1,) * (rows.ndim - 2)), rows, jnp.zeros((), packed.dtype))
@@ -144,10 +157,10 @@ def _rows(cu: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _offsets(name: str, x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    if x.ndim != 1 or x.size < 2 or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} must be an integer array [sequences + 1]; got {x.dtype} of shape {x.shape}")
-    return x.astype(jnp.int32)
+    x = as_int_array(name, x)
+    if x.ndim != 1 or x.size < 2:
+        raise ValueError(f"{name} must have shape [sequences + 1]; got shape {x.shape}")
+    return bounded(x, 0, 2**29)
 
 
 def _and(ranges: KeyRanges, mask: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .masks import Mask
+from .masks import Mask, tile_states
 from .spans import Tiles, shift
 
 
@@ -50,26 +50,18 @@ def q_visits(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_of
 def kv_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
     """For each tile of queries its tiles of keys: int32 [B or 1, N or 1, q tiles, 4] (see ``Tiles.to_tiles``)."""
     q = Tiles(q_len, block_q, q_offset)
-    return _spread(Tiles(kv_len, block_kv).to_tiles(m.kv_range(q)), q.count, 4)
+    return _spread(Tiles(kv_len, block_kv).to_tiles(m.kv_range(q)), q.count)
 
 
 def q_tile_ranges(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> Any:
     """For each tile of keys its tiles of queries: int32 [B or 1, N or 1, kv tiles, 4]."""
     kv = Tiles(kv_len, block_kv, other_offset=q_offset)
     rows = shift(m.q_range(kv), -kv.per_batch(q_offset))  # "no bound" is far enough away to survive the shift
-    return _spread(Tiles(q_len, block_q).to_tiles(rows), kv.count, 4)
+    return _spread(Tiles(q_len, block_q).to_tiles(rows), kv.count)
 
 
 def _states(m: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any) -> jax.Array:
-    """``Mask.tile_states``, checked and of full size: int8 [B or 1, N or 1, q tiles, kv tiles]."""
-    q, kv = Tiles(q_len, block_q, q_offset), Tiles(kv_len, block_kv, other_offset=q_offset)
-    states = jnp.asarray(m.tile_states(q, kv), jnp.int8)
-    if states.ndim != 4 or any(n not in (1, side.count) for n, side in zip(states.shape[2:], (q, kv), strict=True)):
-        raise ValueError(
-            f"{type(m).__name__}.tile_states must return [batch or 1, heads or 1, {q.count} or 1, {kv.count} or 1]; "
-            f"got shape {states.shape}"
-        )
-    return _spread(states, q.count, kv.count)
+    return tile_states(m, Tiles(q_len, block_q, q_offset), Tiles(kv_len, block_kv, other_offset=q_offset))
 
 
 def _listed(states: jax.Array, short_tail: bool) -> Visits:
@@ -80,6 +72,6 @@ def _listed(states: jax.Array, short_tail: bool) -> Visits:
     return Visits(jnp.stack([jnp.zeros_like(full), jnp.zeros_like(full), full, end], axis=-1), order, states)
 
 
-def _spread(of_tiles: Any, *counts: int) -> Any:
-    shape = (*of_tiles.shape[:2], *counts)
+def _spread(of_tiles: Any, count: int) -> Any:
+    shape = (*of_tiles.shape[:2], count, 4)
     return np.broadcast_to(of_tiles, shape) if isinstance(of_tiles, np.ndarray) else jnp.broadcast_to(of_tiles, shape)

@@ -123,6 +123,21 @@ CASES = [
     Case("query-mask", options=lambda: {"mask": _random_mask(1, 2, 65, 1)}),
     Case("prefix-lm", q_len=80, kv_len=80, options=lambda: _mask(prefix_lm(2), 80, 80)),
     Case("own-mask", options=lambda: _mask(Strided(3) & pf.Causal(), 65, 65)),
+    Case(
+        "blocks",
+        heads=4,
+        options=lambda: _mask(pf.Blocks(_random_mask(2, 4, 3, 5), 32, 14), 65, 65),
+    ),
+    Case(
+        "block-map",
+        q_len=100,
+        kv_len=80,
+        options=lambda: {
+            **_mask(pf.BlockMap.of(Strided(41) & pf.Window(60, None), 100, 80, block_q=32, block_kv=16), 100, 80),
+            "key_value_seq_lengths": jnp.array([80, 33]),
+            "logits_soft_cap": 4.0,
+        },
+    ),
     Case("soft-cap", options=lambda: {"logits_soft_cap": 2.0, "is_causal": True}),
     Case("scale", options=lambda: {"scale": -0.7}),
     Case("traced-scale", options=lambda: {"scale": jnp.float32(0.3)}),

@@ -11,10 +11,13 @@ LAYERS = sorted((ROOT / "flax_layers").rglob("*.py"))
 # Modules of pallas_flash, lowest first: each may import only what stands before it.
 ORDER = [
     "promotion",
+    "checks",
     "dropout",
     "spans",
     "softmax",
     "masks",
+    "token_masks",
+    "pair_masks",
     "visits",
     "scores",
     "picture",
@@ -60,8 +63,8 @@ def test_imports_point_down(path):
         rest = module.split(".")[1:]
         for target in rest[:1] or names:
             if target in ORDER and not (
-                own[0] == "masks.py" and target in ("kernels", "picture")
-            ):  # Mask.dense, inside a function
+                own[0] in ("masks.py", "pair_masks.py") and target in ("kernels", "picture")
+            ):  # Mask.dense and BlockMap.of, inside a function
                 assert ORDER.index(target) <= level, f"{path} imports {module}"
 
 

@@ -136,10 +136,10 @@ def test_pack_and_unpack():
     "arguments, text",
     [
         ({"query": jnp.ones((1, 4, 2, 8))}, r"query must be packed.*; got shape \(1, 4, 2, 8\)"),
-        ({"cu_seqlens_q": jnp.array([0.0, 4.0])}, r"cu_seqlens_q must be an integer array \[sequences \+ 1\]"),
+        ({"cu_seqlens_q": jnp.array([0.0, 4.0])}, r"cu_seqlens_q must be an integer array"),
         ({"cu_seqlens_k": jnp.array([0, 2, 4])}, r"same number of sequences; got shapes \(2,\) and \(3,\)"),
         ({"q_segment_ids": jnp.zeros(4, int)}, "q_segment_ids has no meaning for packed sequences"),
-        ({"causal_alignment": "left"}, "causal_alignment must be 'top_left' or 'bottom_right'; got 'left'"),
+        ({"causal_alignment": "left"}, "causal_alignment must be one of 'top_left', 'bottom_right'; got 'left'"),
         ({"local_window_size": (-1, 0)}, "sizes must be >= 0"),
     ],
 )  # fmt: skip

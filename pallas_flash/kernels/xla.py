@@ -43,7 +43,9 @@ class DenseSpan(Span):
     def _take_pairs(self, kv: DenseSpan, pairs: Any) -> jax.Array:
         pairs = jnp.asarray(pairs)
         pairs = pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
-        return pairs if pairs.shape[-2] == 1 else pairs[:, :, self._rows(), :]
+        pairs = pairs if pairs.shape[-2] == 1 else pairs[:, :, self._rows(), :]
+        # All keys in their order are the array itself.
+        return pairs if pairs.shape[-1] in (1, kv.row.size) else pairs[..., kv._rows()]
 
     def _look_up(self, table: Any, entry: jax.Array) -> jax.Array:
         return jnp.asarray(table)[self.head if table.shape[0] > 1 else 0, entry]
@@ -60,11 +62,11 @@ def spans(batch: int, heads: int, rows: jax.Array, kv_len: int, q_offset: Any) -
     return q, DenseSpan(keys, keys, every_batch, every_head, -1)
 
 
-def dense_mask(mask: Mask, batch: int, heads: int, q_len: int, kv_len: int, q_offset: Any) -> jax.Array:
-    """A mask as a boolean array [B or 1, N or 1, q_len, kv_len]."""
-    allowed = pairs_allowed(mask, *spans(batch, heads, jnp.arange(q_len), kv_len, q_offset))
+def dense_mask(mask: Mask, batch: int, heads: int, rows: jax.Array, kv_len: int, q_offset: Any) -> jax.Array:
+    """What a mask allows the query ``rows`` [R], a boolean array [B or 1, N or 1, R, kv_len]."""
+    allowed = pairs_allowed(mask, *spans(batch, heads, rows, kv_len, q_offset))
     allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
-    return jnp.broadcast_to(allowed, (*allowed.shape[:2], q_len, kv_len))
+    return jnp.broadcast_to(allowed, (*allowed.shape[:2], rows.size, kv_len))
 
 
 def attend(problem: Problem, x: Operands, rows: jax.Array | None = None) -> Output:

@@ -17,7 +17,7 @@ import numpy as np
 
 import pallas_flash
 
-from .workloads import Workload
+from .workloads import BLOCK, Workload
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array, dict[str, Any]], jax.Array]
 Maker = Callable[[Workload], Attention]
@@ -28,12 +28,18 @@ class Refusal(Exception):
 
 
 def extras(w: Workload) -> dict[str, Any]:
-    made: dict[str, Any] = dict.fromkeys(("ids", "mask", "bias", "sinks", "slopes", "key", "starts"))
+    made: dict[str, Any] = dict.fromkeys(("ids", "mask", "bias", "sinks", "slopes", "key", "starts", "blocks"))
     if w.documents:
         ids = jnp.asarray(np.repeat(np.arange(len(w.documents)), w.documents), jnp.int32)[None]
         # The dense mask of those who know no segment ids.
         made |= {"ids": ids, "mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
         made["starts"] = jnp.asarray(np.cumsum((0, *w.documents)), jnp.int32)
+    if w.blocks is not None:
+        count = w.length // BLOCK
+        # The diagonal besides, so that no query is without a key.
+        made["blocks"] = (jax.random.uniform(jax.random.key(6), (count, count)) < w.blocks) | jnp.eye(count, dtype=bool)
+    if w.causal_array:
+        made["mask"] = jnp.tri(w.length, dtype=bool)[None, None]
     if w.bias:
         made["bias"] = jax.random.normal(jax.random.key(7, impl="rbg"), (1, w.heads, w.length, w.length)).astype(
             w.dtype
@@ -56,7 +62,10 @@ def ours(implementation: str) -> Maker:
             more = {"sinks": x["sinks"], "alibi_slopes": x["slopes"], "dropout_rng": x["key"], **options}
             if w.varlen:
                 return pallas_flash.varlen_attention(q[0], k[0], v[0], x["starts"], **more)[None]
-            return pallas_flash.flash_attention(q, k, v, x["bias"], q_segment_ids=x["ids"], **more)
+            mask = x["mask"] if w.causal_array else None
+            if w.blocks is not None:
+                mask = pallas_flash.Blocks(x["blocks"], BLOCK, BLOCK)
+            return pallas_flash.flash_attention(q, k, v, x["bias"], mask, q_segment_ids=x["ids"], **more)
 
         return attention
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .workloads import Workload
+from .workloads import BLOCK, Workload
 
 ROWS = 1024  # query rows at a time: 131072 tokens would not fit otherwise
 STATEMENT = (
@@ -40,6 +40,8 @@ def _dense(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, x: dict[str, A
         if slopes is not None:
             logits -= slopes[:, None, None] * jnp.abs(distance)
         allowed = ids[index][:, None] == ids
+        if x["blocks"] is not None:
+            allowed &= x["blocks"][index // BLOCK][:, keys // BLOCK]
         if w.causal:
             allowed &= distance >= 0
         if w.window is not None:
@@ -70,6 +72,7 @@ def results(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array
         "sinks": extras["sinks"][-group:] if w.sinks else None,
         "slopes": extras["slopes"][-group:] if w.alibi else None,
         "kept": None,
+        "blocks": extras["blocks"],
     }
     if w.dropout:
         shape = (w.batch, w.heads, w.q_length or w.length, w.length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+BLOCK = 128  # tokens of a block of a sparse mask
 TOKENS, HIDDEN = 16384, 2048  # FlashAttention-3 paper, section 4.1: 16k tokens in all, hidden size 2048
 
 
@@ -28,6 +29,8 @@ class Workload:
     alibi: bool = False
     sinks: bool = False
     dropout: float = 0.0
+    blocks: float | None = None  # share of random blocks of BLOCK x BLOCK that are allowed
+    causal_array: bool = False  # the causal mask as a boolean array [1, 1, length, length]
     varlen: bool = False  # the documents through varlen_attention, where a peer has it
     q_length: int | None = None  # queries, where they are fewer than the keys
     repeats: int = 1  # calls in one program, each waiting for the one before: for work shorter than its launch
@@ -43,6 +46,8 @@ class Workload:
             pairs = sum(d * d for d in self.documents) * (0.5 if self.causal else 1)
         elif self.window is not None:
             pairs = s * (self.window + 1)
+        elif self.blocks is not None:
+            pairs = s * s * self.blocks
         else:
             pairs = (self.q_length or s) * s * (0.5 if self.causal else 1)
         return 4.0 * self.batch * self.heads * pairs * self.dim
@@ -51,10 +56,11 @@ class Workload:
     def only_ours(self) -> str:
         """Options that jax.nn and most peers lack."""
         named = {"soft cap": self.soft_cap, "ALiBi": self.alibi, "sinks": self.sinks, "dropout": self.dropout}
+        named |= {"block sparsity": self.blocks, "dense causal mask": self.causal_array}
         return ", ".join(name for name, value in named.items() if value)
 
     def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"is_causal": True} if self.causal else {}
+        options: dict[str, Any] = {"is_causal": True} if self.causal and not self.causal_array else {}
         if self.window is not None:
             options["local_window_size"] = (self.window, 0)
         return options
@@ -96,6 +102,13 @@ OPTIONS = [
     Workload("ragged-8x1k", 1, 8192, 16, 128, causal=True, documents=(2048, 512, 1536, 256, 1024, 100, 1948, 768),
              varlen=True),
 ]  # fmt: skip
+_FULL = Workload("full-8k", 2, 8192, 16, 128)
+SPARSE = [
+    _FULL,
+    dataclasses.replace(_FULL, name="blocks-10%", blocks=0.1),
+    dataclasses.replace(_FULL, name="causal-8k", causal=True),
+    dataclasses.replace(_FULL, name="causal-array-8k", causal=True, causal_array=True),
+]
 # Where plain XLA may be faster: batch x heads from 16 to 4096, 16 heads of 64 channels.
 SMALL = [
     Workload(f"small-{batch * 16}x{length}", batch, length, 16, 64, causal=True, repeats=8)
@@ -118,6 +131,7 @@ GROUPS = {
     "grid": GRID,
     "special": SPECIAL,
     "options": OPTIONS,
+    "sparse": SPARSE,
     "small": SMALL,
     "decode": DECODE,
     "smoke": SMOKE,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from . import dispatch, sharding
+from .checks import as_flag
 from .dispatch import Implementation, Plan
 from .kernels import xla
 from .problem import Operands, Output, describe, offset_of
@@ -103,6 +104,7 @@ def flash_attention(
     >>> bool(jnp.allclose(flash_attention(q, k, v), jax.nn.dot_product_attention(q, k, v), atol=1e-5))
     True
     """
+    return_residual, return_lse = as_flag("return_residual", return_residual), as_flag("return_lse", return_lse)
     problem, x, batch_dims = describe(
         query,
         key,
@@ -151,6 +153,8 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
     xla
     """
     implementation = options.pop("implementation", None)
+    for name in ("return_residual", "return_lse"):
+        as_flag(name, options.get(name, False))
     given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **_problem_options(options)}
     shapes = {name: x for name, x in given.items() if any(map(_is_shape, jax.tree.leaves(x)))}
     plans = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +22,11 @@ class Sizes(NamedTuple):
     q_offset: int | None = 0  # None where it is an array
 
 
-def as_array(name: str, x: Any) -> jax.Array:
+def as_array(name: str, x: Any, rule: str = "an array") -> jax.Array:
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be an array; got {type(x).__name__} {x!r:.80}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be {rule}; got {type(x).__name__} {x!r:.80}") from None
 
 
 def as_int_array(name: str, x: Any) -> jax.Array:
@@ -37,6 +39,25 @@ def as_int_array(name: str, x: Any) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be an integer array, got {x.dtype}")
     return x
+
+
+def as_number(name: str, x: Any, rule: str, low: float = -sys.float_info.max, high: float = math.inf) -> float:
+    """A number with ``low <= x < high`` known at trace time: Python's or numpy's, but neither a bool nor an array."""
+    known = isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
+    if not known or not low <= float(x) < high:
+        raise ValueError(f"{name} must be {rule}; got {x!r:.80}")
+    return float(x)
+
+
+def as_flag(name: str, x: Any) -> bool:
+    """A truth value known at trace time: True, False, 1 or 0, of Python's, numpy's or in an array outside jit."""
+    try:
+        flag = operator.index(x.item() if isinstance(x, (np.generic, np.ndarray, jax.Array)) else x)
+    except (TypeError, ValueError, NotImplementedError):
+        flag = None
+    if flag not in (0, 1):
+        raise ValueError(f"{name} must be True or False, a Python or numpy bool known at trace time; got {x!r:.80}")
+    return bool(flag)
 
 
 def bounded(x: jax.Array, low: int, high: int) -> jax.Array:

@@ -15,7 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .checks import as_array
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def as_key(rng: Any) -> jax.Array:
+    """The argument ``dropout_rng``.
+
+    Raises:
+      ValueError: anything but one random key, typed or raw.
+    """
+    rule = "one random key, jax.random.key(...) or jax.random.PRNGKey(...)"
+    rng = as_array("dropout_rng", rng, rule)
+    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    if not (typed and rng.ndim == 0) and not (rng.dtype == jnp.uint32 and rng.ndim == 1 and rng.size >= 2):
+        raise ValueError(f"dropout_rng must be {rule}; got {rng.dtype} of shape {rng.shape}")
+    return rng
 
 
 def counters(key: Any, batch: int, heads: int, q_len: int, kv_len: int, broadcast: bool) -> jax.Array:
@@ -25,7 +41,7 @@ def counters(key: Any, batch: int, heads: int, q_len: int, kv_len: int, broadcas
     an array, so that it is divided among devices like everything else.  With ``broadcast`` all rows and heads drop
     the same weights, as in Flax.
     """
-    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
+    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     if broadcast:
         batch = heads = 1
     first = np.arange(batch * heads, dtype=np.uint64).reshape(batch, heads, 1) * np.uint64(q_len * kv_len)

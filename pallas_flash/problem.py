@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import dropout
-from .checks import Sizes, as_array, as_int_array, bounded, one_of, pairwise
+from .checks import Sizes, as_array, as_flag, as_int_array, as_number, bounded, one_of, pairwise
 from .masks import Causal, Lengths, Mask, Window, all_of, checked
 from .pair_masks import Dense
 from .scores import Alibi, Bias, Read, Score, SoftCap, chain, checked_reads, listed
@@ -161,7 +161,7 @@ def describe(
     kv_len, num_kv_heads, v_head_dim = value.shape[nb:]
 
     masks: list[Mask] = []
-    if is_causal:
+    if as_flag("is_causal", is_causal):
         masks.append(Causal())
     window = window_of(local_window_size)
     if window != Window():
@@ -203,10 +203,13 @@ def describe(
     static_scale, scale_array = _scale(scale, head_dim, query.dtype)
     combined = all_of(masks)
     log_sinks = _sinks(sinks, num_q_heads)
-    rate = _dropout_rate(dropout_rate, dropout_rng)
-    counters = None
-    if rate:
-        counters = dropout.counters(_key(dropout_rng), batch, num_q_heads, q_len, kv_len, broadcast_dropout)
+    dropout_rate = 0.0 if dropout_rate is False else dropout_rate  # of `training and 0.1`
+    rate = as_number("dropout_rate", dropout_rate, "a number in [0, 1) known at trace time, no bool or array", 0.0, 1.0)
+    if rate and dropout_rng is None:
+        raise ValueError(f"dropout_rate={rate} needs dropout_rng, a random key; none was given")
+    rng = None if dropout_rng is None else dropout.as_key(dropout_rng)
+    shared = as_flag("broadcast_dropout", broadcast_dropout)
+    counters = dropout.counters(rng, batch, num_q_heads, q_len, kv_len, shared) if rate else None
     problem = Problem(
         batch=batch,
         q_len=q_len,
@@ -285,19 +288,17 @@ def window_of(size: Any) -> Window:
     """
     if size is None:
         return Window()
-    sides = tuple(size) if isinstance(size, Sequence) else (size, size)
-    if len(sides) != 2:
-        raise ValueError(f"local_window_size must be an int or a pair (left, right); got {size!r}")
-    checked = []
-    for side in sides:
-        try:
-            side = None if side is None else operator.index(side)
-        except TypeError:
-            raise ValueError(f"local_window_size must hold ints or None; got {size!r}") from None
-        if side is not None and side < 0:
-            raise ValueError(f"local_window_size={size!r}: sizes must be >= 0; use None for a side without a limit")
-        checked.append(side)
-    return Window(*checked)
+    sides = tuple(size) if isinstance(size, Sequence) or getattr(size, "ndim", 0) else (size, size)
+    try:
+        left, right = (None if side is None else operator.index(side) for side in sides)
+    except (TypeError, ValueError):
+        raise ValueError(
+            "local_window_size must be an int or a pair (left, right) of ints or None, known at trace time; "
+            f"got {size!r}"
+        ) from None
+    if min(left or 0, right or 0) < 0:
+        raise ValueError(f"local_window_size={size!r}: sizes must be >= 0; use None for a side without a limit")
+    return Window(left, right)
 
 
 def _segments(q_ids: Any, kv_ids: Any, batch_dims: tuple[int, ...], q_len: int, kv_len: int) -> list[Mask]:
@@ -359,11 +360,13 @@ def _offset(
 def _scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float | None, jax.Array | None]:
     if scale is None:
         return (1.0 / math.sqrt(head_dim) if head_dim else 1.0), None
+    rule = "a finite real scalar, no bool"
     if isinstance(scale, (int, float, np.number)):
-        return float(scale), None
-    scale = as_array("scale", scale)
-    if scale.size != 1 or jnp.issubdtype(scale.dtype, jnp.complexfloating):
-        raise ValueError(f"scale must be a real scalar; got {scale.dtype} of shape {scale.shape}")
+        return as_number("scale", scale, rule), None
+    scale = as_array("scale", scale, rule)
+    real = jnp.issubdtype(scale.dtype, jnp.integer) or jnp.issubdtype(scale.dtype, jnp.floating)
+    if scale.size != 1 or not real:
+        raise ValueError(f"scale must be {rule}; got {scale.dtype} of shape {scale.shape}")
     return None, scale.astype(jnp.promote_types(dtype, jnp.float32)).reshape(1)
 
 
@@ -381,36 +384,13 @@ def _slopes(slopes: Any, batch: int, heads: int) -> jax.Array:
 def _sinks(sinks: Any, heads: int) -> jax.Array | None:
     if sinks is None:
         return None
-    sinks = jnp.asarray(sinks)
+    rule = f"a float array [heads] or [heads, number], heads = {heads}"
+    sinks = as_array("sinks", sinks, rule)
     if not jnp.issubdtype(sinks.dtype, jnp.floating) or sinks.ndim not in (1, 2) or sinks.shape[0] != heads:
-        raise ValueError(
-            f"sinks must be a float array [heads] or [heads, number], heads = {heads}; got {sinks.dtype} of shape "
-            f"{sinks.shape}"
-        )
+        raise ValueError(f"sinks must be {rule}; got {sinks.dtype} of shape {sinks.shape}")
     wide = sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32))
     # The denominator sees their sum only.
     return wide if sinks.ndim == 1 else jax.nn.logsumexp(wide, axis=-1)
-
-
-def _dropout_rate(rate: Any, rng: Any) -> float:
-    if not isinstance(rate, (int, float, np.number)):
-        raise ValueError(f"dropout_rate must be a number known at trace time; got {rate!r}")
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout_rate must be in [0, 1); got {rate}")
-    if rate and rng is None:
-        raise ValueError(f"dropout_rate={rate} needs dropout_rng, a random key; none was given")
-    return float(rate)
-
-
-def _key(rng: Any) -> jax.Array:
-    rng = jnp.asarray(rng)
-    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-    if not (typed and rng.ndim == 0) and not (rng.dtype == jnp.uint32 and rng.ndim == 1 and rng.size >= 2):
-        raise ValueError(
-            f"dropout_rng must be one random key, jax.random.key(...) or jax.random.PRNGKey(...); got {rng.dtype} of "
-            f"shape {rng.shape}"
-        )
-    return rng
 
 
 def _precision(precision: Any) -> Literal["default", "highest"]:

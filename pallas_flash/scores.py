@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .checks import as_array, as_number
 from .masks import mask, static
 from .spans import Span
 
@@ -71,6 +72,8 @@ class Score:
 
     def __str__(self) -> str:
         def shown(value):
+            if isinstance(value, (list, tuple)):
+                return f"[{', '.join(map(shown, value))}]"
             return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else f"{value}"
 
         fields = {f.name: shown(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -98,10 +101,12 @@ class SoftCap(Score):
     cap: float = static()
 
     def __post_init__(self):
-        cap = self.cap
-        if not isinstance(cap, (int, float, np.number)) or not cap > 0 or not math.isfinite(cap):
-            raise ValueError(f"logits_soft_cap must be a positive number or None; got {cap!r}")
-        object.__setattr__(self, "cap", float(cap))
+        # The bounds keep it and its reciprocal within float32.
+        rule = (
+            "a positive number (1e-30 to 1e30) known at trace time, or None: float(cap) makes one of an array outside "
+            "jit, a traced cap can be a field of a score of your own"
+        )
+        object.__setattr__(self, "cap", as_number("logits_soft_cap", self.cap, rule, 1e-30, 1e30))
 
     def apply(self, s, q, kv):
         return self.cap * jnp.tanh(s * (1.0 / self.cap))
@@ -144,8 +149,12 @@ class RelativeBias(Score):
     max_distance: int = static(default=128)
 
     def apply(self, s, q, kv):
+        shape = getattr(self.table, "shape", None)
+        if shape is None or len(shape) != 2:
+            got = type(self.table).__name__ if shape is None else f"shape {shape}"
+            raise ValueError(f"table of score RelativeBias must be an array [heads or 1, buckets]; got {got}")
         ahead = kv.index - q.index
-        buckets = self.table.shape[1]
+        buckets = shape[1]
         bucket = jnp.int32(0)
         if self.bidirectional:
             buckets //= 2
@@ -176,7 +185,7 @@ def listed(score: Any) -> list[Score]:
     """The argument ``score`` as a list, with its arrays as arrays of at least one axis.
 
     Raises:
-      ValueError: no score, or none that JAX knows as a pytree.
+      ValueError: no score, none that JAX knows as a pytree, or a field that is no array.
     """
     found = [] if score is None else list(score) if isinstance(score, (list, tuple)) else [score]
     for s in found:
@@ -186,7 +195,14 @@ def listed(score: Any) -> list[Score]:
             raise ValueError(f"score must be a pallas_flash.Score or a list of them; got {type(s).__name__}")
         if any(leaf is s for leaf in jax.tree.leaves(s)):
             raise ValueError(f"score {type(s).__name__} is no pytree: decorate its class with @pallas_flash.score")
-    return jax.tree.map(jnp.atleast_1d, found)
+    return [_with_arrays(s) for s in found]
+
+
+def _with_arrays(s: Score) -> Score:
+    def array(path, x):
+        return jnp.atleast_1d(as_array(f"{jax.tree_util.keystr(path).lstrip('.')} of score {type(s).__name__}", x))
+
+    return jax.tree_util.tree_map_with_path(array, s)
 
 
 def chain(scores: Sequence[Score]) -> Score | None:
@@ -233,7 +249,7 @@ def reads(s: Score) -> tuple[Read, ...]:
     """Which arrays a score reads, and how: found by running it once on a tile of one pair.
 
     Raises:
-      ValueError: it uses one of its arrays otherwise than through a span.
+      ValueError: it reads what is no array among its fields, or uses one otherwise than through a span.
     """
     leaves, structure = jax.tree.flatten(s)
     fields = [_Field(i, leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)]
@@ -242,7 +258,10 @@ def reads(s: Score) -> tuple[Read, ...]:
     def record(side):
         def watch(kind, field, load, entry):
             if not isinstance(field, _Field):
-                raise TypeError("an array that is none of its fields")
+                raise ValueError(
+                    f"what score {s!s:.80} reads per {kind} must be one array, a field of its own; got "
+                    f"{type(field).__name__}"
+                )
             kind = side if kind == "token" else kind
             found.append(Read(field.leaf, kind, bool(jnp.issubdtype(field.dtype, jnp.floating))))
             return jnp.zeros((1, 1), field.dtype)

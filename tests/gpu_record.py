@@ -20,6 +20,7 @@ class Recorder:
     def __init__(self):
         self.passed, self.failed, self.skipped = 0, [], {}
         self.seconds = collections.Counter()
+        self.random: dict[int, int] = {}  # examples of each seed
 
     def pytest_runtest_logreport(self, report):
         self.seconds[report.nodeid] += report.duration
@@ -29,6 +30,9 @@ class Recorder:
             self.skipped[report.nodeid] = str(report.longrepr[2] if report.longrepr else "")
         elif report.when == "call":
             self.passed += 1
+            properties = dict(report.user_properties)
+            if "seed" in properties:
+                self.random[properties["seed"]] = properties["random_examples"]
 
 
 def main() -> int:
@@ -60,6 +64,8 @@ def main() -> int:
         "passed": recorder.passed,
         "failed": recorder.failed,
         "skipped": recorder.skipped,
+        "random_examples": sum(recorder.random.values()),
+        "random_seeds": sorted(recorder.random),
         "seconds": round(time.perf_counter() - started, 1),
     }
     report.write(report.RESULTS / "gpu_tests.json", record)

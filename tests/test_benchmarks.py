@@ -19,6 +19,8 @@ SMALL = [
     Workload("bias", 2, 32, 4, 16, kv_heads=2, dtype="float32", bias=True),
     Workload("everything", 2, 32, 4, 16, dtype="float32", soft_cap=3.0, alibi=True, sinks=True, dropout=0.2),
     Workload("varlen", 1, 32, 2, 16, dtype="float32", causal=True, documents=(20, 12), varlen=True),
+    Workload("blocks", 1, 512, 2, 16, dtype="float32", blocks=0.4),
+    Workload("causal-array", 1, 64, 2, 16, dtype="float32", causal=True, causal_array=True),
     Workload("repeated", 1, 32, 2, 16, dtype="float32", q_length=5, repeats=3),
 ]
 

@@ -11,7 +11,7 @@ import pallas_flash as pf
 from pallas_flash import dispatch
 from pallas_flash.kernels.triton import tiles
 
-from .accuracy import check, oracle
+from .accuracy import LEARNT, check, oracle
 from .cases import BIG_CASES, CASES
 
 
@@ -20,21 +20,21 @@ def run(arrays, options, implementation, static):
     """Out, lse and the gradients of an implementation, in one compiled function."""
     q, k, v, do, dlse = arrays
     options = {**options, **dict(static)}
-    bias, sinks = options.pop("bias", None), options.pop("sinks", None)
+    learnt = {name: options.pop(name) for name in LEARNT if name in options}
 
-    def attention(q, k, v, bias, sinks):
-        return pf.flash_attention(q, k, v, bias, sinks=sinks, implementation=implementation, return_lse=True, **options)
+    def attention(q, k, v, learnt):
+        return pf.flash_attention(q, k, v, implementation=implementation, return_lse=True, **learnt, **options)
 
-    (out, lse), vjp = jax.vjp(attention, q, k, v, bias, sinks)
+    (out, lse), vjp = jax.vjp(attention, q, k, v, learnt)
     # A row without keys has lse -inf; its cotangent has nothing to flow to.
-    dq, dk, dv, dbias, dsinks = vjp((do, dlse.astype(lse.dtype)))
-    result = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
-    return {name: x for name, x in result.items() if x is not None}
+    dq, dk, dv, dlearnt = vjp((do, dlse.astype(lse.dtype)))
+    arrays_of = {f"d{name}": jax.tree.leaves(gradient)[0] for name, gradient in dlearnt.items()}
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **arrays_of}
 
 
 def split(options):
-    """Arrays and masks are traced; ints, strings and tuples are constants of the compiled function."""
-    traced = {n: x for n, x in options.items() if isinstance(x, (jax.Array, pf.Mask))}
+    """Arrays, masks and scores are traced; ints, strings and tuples are constants of the compiled function."""
+    traced = {n: x for n, x in options.items() if isinstance(x, (jax.Array, pf.Mask, pf.Score))}
     return traced, tuple((n, x) for n, x in options.items() if n not in traced)
 
 

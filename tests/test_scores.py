@@ -11,6 +11,8 @@ import pytest
 
 import pallas_flash as pf
 
+from .accuracy import bucket_of
+
 B, T, S, N, K, D = 2, 21, 37, 4, 2, 16
 KEY = jax.random.key(5)
 
@@ -48,22 +50,6 @@ class Everything(pf.Score):
 EVERYTHING = Everything(
     normal(3, N), normal(4, 1, N, T, S), normal(5, B, S), normal(6, 1, T), jnp.float32(0.7), jnp.arange(S)[None] // 7
 )
-
-
-def bucket_of(ahead, buckets, bidirectional, max_distance):
-    """T5's bucket of a relative position, by its formula (arXiv:1910.10683 and its reference code)."""
-    start = np.zeros_like(ahead)
-    if bidirectional:
-        buckets //= 2
-        start = (ahead > 0) * buckets
-        distance = np.abs(ahead)
-    else:
-        distance = np.maximum(-ahead, 0)
-    exact = buckets // 2
-    with np.errstate(divide="ignore"):
-        wide = np.log(distance.astype(np.float32) / exact) / math.log(max_distance / exact) * (buckets - exact)
-    far = np.minimum(exact + np.maximum(wide, 0).astype(np.int64), buckets - 1)
-    return start + np.where(distance < exact, distance, far)
 
 
 def t5(table, bidirectional, max_distance, s):
@@ -245,6 +231,14 @@ class Boolean(pf.Score):
     "options, kind, text",
     [
         ({"score": pf.Alibi}, ValueError, r"score is the class Alibi; give an instance, Alibi\(...\)"),
+        ({"score": [pf.Bias]}, ValueError, r"score is the class Bias; give an instance, Bias\(...\)"),
+        ({"score": 5}, ValueError, "score must be a pallas_flash.Score or a list of them; got int"),
+        ({"score": pf.Bias("x")}, ValueError, "array of score Bias must be an array; got str 'x'"),
+        ({"score": pf.SoftCap(2.0) >> pf.Alibi("x")}, ValueError, "b.slopes of score Chain must be an array; got str 'x'"),
+        ({"score": pf.Bias(None)}, ValueError, r"what score Bias\(array=None\) reads per pairs must be one array, .*; got None"),
+        ({"score": pf.Alibi([1.0, 2.0])}, ValueError, r"score Alibi\(slopes=\[float32\[1\], float32\[1\]\]\) reads per head must be one array, .*; got list"),
+        ({"score": pf.RelativeBias(None)}, ValueError, r"table of score RelativeBias must be an array \[heads or 1, buckets\]; got None"),
+        ({"score": pf.RelativeBias(jnp.ones(32))}, ValueError, r"table of score RelativeBias must be .*; got shape \(32,\)"),
         ({"score": 0.5}, ValueError, "score must be a pallas_flash.Score or a list of them; got float"),
         ({"score": Plain()}, ValueError, "score Plain is no pytree: decorate its class with @pallas_flash.score"),
         ({"score": Direct(jnp.ones(N))}, ValueError, r"Direct\(gain=float32\[4\]\) uses an array otherwise than through"),

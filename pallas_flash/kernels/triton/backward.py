@@ -175,7 +175,7 @@ def _dkv_kernel(
             probs_t = score.probabilities(scores.s, lse2)
             dp_t = dot_chunks(v, do, p, interpret)
             _, ds_t = score.d_products(scores, probs_t, dp_t, delta[None, :])
-            probs_t, ds_t = score.dropped(scores, probs_t).astype(do[0].dtype), ds_t.astype(q[0].dtype)
+            probs_t, ds_t = score.kept(scores, probs_t).astype(do[0].dtype), ds_t.astype(q[0].dtype)
             dv = tuple(g + dot(probs_t, c, p, interpret) for g, c in zip(dv, do, strict=True))
             dk = tuple(g + dot(ds_t, c, p, interpret) for g, c in zip(dk, q, strict=True))
             return dk, dv
@@ -187,4 +187,4 @@ def _dkv_kernel(
     dk, dv = one_head(0, (dk, dv)) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, (dk, dv))
     scale = 1.0 if p.scale is None else p.scale
     store_rows(dk_ref, batch, kv_head, kv_start, tuple(g * scale for g in dk), p.kv_len)
-    store_rows(dv_ref, batch, kv_head, kv_start, dv, p.kv_len)
+    store_rows(dv_ref, batch, kv_head, kv_start, tuple(g * score.scale_of_kept for g in dv), p.kv_len)

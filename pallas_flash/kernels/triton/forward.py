@@ -81,7 +81,7 @@ def _kernel(
         alpha = exp2((m - m_new) * score.unit, interpret)
         probs = score.exp2_below(s, m_new)
         l = l * alpha + probs.sum(axis=1)
-        probs = score.dropped(scores, probs).astype(v[0].dtype)
+        probs = score.kept(scores, probs).astype(v[0].dtype)
         acc = tuple(a * alpha[:, None] + dot(probs, c, p, interpret) for a, c in zip(acc, v, strict=True))
         return m_new, l, acc
 
@@ -98,7 +98,7 @@ def _kernel(
         l = l * alpha + exp2((sink - m_new) * score.unit, interpret)
         m, acc = m_new, tuple(a * alpha[:, None] for a in acc)
     empty = l == 0.0
-    norm = 1.0 / jnp.where(empty, 1.0, l)
+    norm = score.scale_of_kept / jnp.where(empty, 1.0, l)
     o = tuple(a * norm[:, None] for a in acc)
     store_rows(o_ref, batch, head, q_start, o, p.q_len)
     if rest_ref is not None:

@@ -323,11 +323,14 @@ class ScoreMaker:
         counter = tuple(counters[batch, head, word] for word in range(4))
         return dropout.kept(counter, self.problem.dropout_rate, q.row, kv.row, self.problem.kv_len)
 
-    def dropped(self, scores: Scores, values: jax.Array) -> jax.Array:
-        """Values of a tile after dropout: 0 where a weight is dropped, the others scaled up."""
-        if scores.kept is None:
-            return values
-        return jnp.where(scores.kept, values * (1.0 / (1.0 - self.problem.dropout_rate)), 0.0)
+    @property
+    def scale_of_kept(self) -> float:
+        """What the weights that dropout keeps are multiplied by: late, on float32 sums, where it costs no rounding."""
+        return 1.0 / (1.0 - self.problem.dropout_rate)
+
+    def kept(self, scores: Scores, values: jax.Array) -> jax.Array:
+        """Values of a tile, 0 where dropout drops the weight."""
+        return values if scores.kept is None else jnp.where(scores.kept, values, 0.0)
 
     def exp2_below(self, s: jax.Array, m: jax.Array) -> jax.Array:
         """2**(base-2 logits less their row maximum), from scores and a row maximum [rows] in the same unit."""
@@ -349,7 +352,8 @@ class ScoreMaker:
         ``dp`` is do.v, ``delta`` the row sums of do * o less the cotangent of lse
         (FlashAttention-2, arXiv:2307.08691, algorithm 2).  Forbidden pairs get 0 even where dp is NaN.
         """
-        ds = p * (self.dropped(scores, dp) - delta)
+        dp = dp if scores.kept is None else self.kept(scores, dp) * self.scale_of_kept
+        ds = p * (dp - delta)
         d_scaled = ds if scores.pull is None else scores.pull(ds)[0]
         if scores.allowed is None:
             return ds, d_scaled

@@ -30,6 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`bias` [1, N, T, S]": {"bias": jnp.zeros(pairs.shape)},
     "`mask` bool [1, N, T, S]": {"mask": pairs},
     "`mask` object": {"mask": pf.Causal() | pf.Prefix(jnp.array([5]))},
+    "`mask` of blocks": {"mask": pf.Blocks(jnp.ones((1, N, 4, 4), bool), 64, 64)},
+    "`mask`, mapped": {"mask": pf.BlockMap.of(pf.Causal() & pf.Dilated(3), S, S)},
     "`scale`, traced": {"scale": jnp.float32(0.1)},
     "`is_causal`": {"is_causal": True},
     "`query_seq_lengths`": {"query_seq_lengths": lengths},
@@ -102,6 +104,7 @@ def options_table() -> str:
 
 
 _documents = pf.Segments(*(jnp.repeat(jnp.arange(3), jnp.array([20, 34, 10]))[None],) * 2)
+_turns = (jnp.arange(64) // 12 % 3)[None]
 # A file name, what is drawn as one would write it, a word on it, and the mask.
 MASKS: dict[str, tuple[str, str, pf.Mask]] = {
     "causal": ("Causal()", "", pf.Causal()),
@@ -114,6 +117,16 @@ MASKS: dict[str, tuple[str, str, pf.Mask]] = {
         "Causal() & Window(left=12) & Segments(ids, ids)",
         ": packed documents with a window",
         pf.Causal() & pf.Window(left=12) & _documents,
+    ),
+    "blocks": (
+        "Causal() & Blocks(array, 16, 16)",
+        ": block sparsity, here with a column that all see",
+        pf.Causal() & pf.Blocks(jnp.eye(4, dtype=bool).at[:, 0].set(True), 16, 16),
+    ),
+    "interleaved": (
+        "BlockMap.of(Segments(ids, ids), 64, 64, block_q=8, block_kv=8)",
+        ": documents that take turns; a map knows the holes between their tiles",
+        pf.BlockMap.of(pf.Segments(_turns, _turns), 64, 64, block_q=8, block_kv=8),
     ),
 }
 

@@ -115,11 +115,8 @@ class Mask:
         """
         from .kernels.xla import dense_mask  # the dense spans live beside the plain definition
 
-        own_batch, own_heads = self.batch_and_heads()
-        offset = int(q_offset) if isinstance(q_offset, int | np.integer) else None
-        sizes = Sizes(max(batch, own_batch), max(heads, own_heads), q_len, kv_len, offset)
-        rows = jnp.arange(q_len, dtype=jnp.int32)
-        return dense_mask(checked(self, sizes), sizes.batch, sizes.heads, rows, kv_len, q_offset)
+        m, sizes = by_itself(self, q_len, kv_len, q_offset, batch, heads)
+        return dense_mask(m, sizes.batch, sizes.heads, jnp.arange(q_len, dtype=jnp.int32), kv_len, q_offset)
 
     @usual_promotion
     def draw(
@@ -204,6 +201,16 @@ def checked(m: Any, sizes: Sizes) -> Mask:
         return x
 
     return jax.tree_util.tree_map_with_path(leaf, m.checked(sizes))
+
+
+def by_itself(
+    m: Mask, q_len: int, kv_len: int, q_offset: Any = 0, batch: int = 1, heads: int = 1
+) -> tuple[Mask, Sizes]:
+    """A mask that no call has checked, checked, and its sizes: at least ``batch`` and ``heads``, or those it has."""
+    own_batch, own_heads = m.batch_and_heads()
+    offset = int(q_offset) if isinstance(q_offset, int | np.integer) else None
+    sizes = Sizes(max(batch, own_batch), max(heads, own_heads), q_len, kv_len, offset)
+    return checked(m, sizes), sizes
 
 
 def _a_mask(other: Any) -> Mask:

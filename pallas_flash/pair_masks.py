@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .checks import Sizes, pairwise
-from .masks import Mask, check_size, checked, mask, static, tile_states
+from .masks import Mask, by_itself, check_size, checked, mask, static, tile_states
 from .promotion import usual_promotion
 from .spans import HIGH, LOW, Range, Tiles, hull
 
@@ -176,11 +176,9 @@ class BlockMap(Mask):
         check_size("block_kv", block_kv)
         if isinstance(q_offset, bool) or not isinstance(q_offset, int | np.integer):
             raise ValueError(f"q_offset of a BlockMap must be an int, known when the map is made; got {q_offset!r:.80}")
-        m = mask if isinstance(mask, Mask) else Dense(jnp.asarray(mask))
-        own_batch, own_heads = m.batch_and_heads()
         q_offset = int(q_offset)
-        sizes = Sizes(max(batch, own_batch), max(heads, own_heads), q_len, kv_len, q_offset)
-        m = checked(m, sizes)
+        m = mask if isinstance(mask, Mask) else Dense(jnp.asarray(mask))
+        m, sizes = by_itself(m, q_len, kv_len, q_offset, batch, heads)
         q, kv = Tiles(q_len, block_q, q_offset), Tiles(kv_len, block_kv, other_offset=q_offset)
         states = tile_states(m, q, kv) if m.knows_tiles else _looked_at(m, sizes, q, kv)
         return cls(m, states, block_q, block_kv, q_len, kv_len, q_offset)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .masks import Mask
+from .masks import Mask, by_itself
 from .spans import Tiles
 from .visits import kv_visits
 
@@ -18,10 +18,11 @@ _KINDS = {
 }
 
 
-def kinds(mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any, **sizes: int) -> np.ndarray:
+def kinds(mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: Any, **least: int) -> np.ndarray:
     """For each pair an index into the four kinds of the picture: int [B or 1, N or 1, q_len, kv_len]."""
-    allowed = np.asarray(mask.dense(q_len, kv_len, q_offset, **sizes))
-    visits = kv_visits(mask, q_len, kv_len, block_q, block_kv, q_offset)
+    allowed = np.asarray(mask.dense(q_len, kv_len, q_offset, **least))
+    m, _ = by_itself(mask, q_len, kv_len, q_offset, **least)
+    visits = kv_visits(m, q_len, kv_len, block_q, block_kv, q_offset)
     states = Tiles(kv_len, block_kv).states(visits.bounds) if visits.states is None else visits.states
     states = np.asarray(states)
     states = states.repeat(block_q, axis=2)[:, :, :q_len].repeat(block_kv, axis=3)[..., :kv_len]

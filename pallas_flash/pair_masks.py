@@ -203,6 +203,8 @@ class BlockMap(Mask):
                     f"this BlockMap was made for {name}={made} and the call has {name}="
                     f"{'an array' if given is None else given}: make one for it, or give its mask, .mask, alone"
                 )
+        if self.states.shape[1] not in (1, sizes.heads):
+            raise ValueError(f"this BlockMap was made for {self.states.shape[1]} heads and the call has {sizes.heads}")
         return dataclasses.replace(self, mask=checked(self.mask, sizes))
 
     def batch_and_heads(self):

@@ -143,6 +143,7 @@ MAP = pf.BlockMap.of(pf.Causal(), 64, 64)
         (lambda: pf.BlockMap.of(jnp.ones((64, 60), bool), 64, 64), r"\(64, 60\) does not broadcast"),
         (lambda: pf.BlockMap.of(pf.Lengths(jnp.array([1, 2, 3])), 64, 64), r"has shape \(3,\); the first axis"),
         (lambda: pf.Blocks(blocks(3, 1, 2, 4), 32, 16), r"\(3, 1, 2, 4\) does not broadcast"),
+        (lambda: pf.BlockMap.of(blocks(3, 64, 64), 64, 64), "made for 3 heads and the call has 2"),
         (lambda: MAP & pf.Blocks(blocks(1, 4), 32, 16), "array of mask Blocks must be"),
     ],
 )

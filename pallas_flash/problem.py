@@ -52,6 +52,11 @@ class Problem:
         return "Window" in self.mask
 
     @property
+    def packed(self) -> bool:
+        """Whether documents bound the keys that a query sees, to lengths that only the data knows."""
+        return "Segments" in self.mask or "KeyRanges" in self.mask
+
+    @property
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.num_q_heads // self.num_kv_heads

@@ -1,5 +1,6 @@
 """Who runs, who refuses and in which words; a named implementation never becomes another."""
 
+import re
 import warnings
 
 import jax
@@ -39,7 +40,7 @@ def test_ampere_and_newer_pass(on, capability):
 
 
 def test_older_gpu_falls_back_with_one_warning(on):
-    """BR-123."""
+    """BR-114, BR-123."""
     on(TURING)
     dispatch._warned.clear()
     with pytest.warns(UserWarning, match=r"plain XLA.*compute capability 8.0 .*Tesla T4 has 7.5"):
@@ -99,6 +100,34 @@ def test_head_dim_beyond_the_largest(on):
     x = jax.ShapeDtypeStruct((1, 8, 1, 1024), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="head dims 1024 .* beyond 512"):
         pf.explain(x, x, x, implementation="triton")
+
+
+REFUSED = {  # device, head dim, dtype, reason
+    "float64": (H200, 16, "float64", "dtype float64 has no kernel: cast to one of bfloat16, float16, float32"),
+    "head dim": (H200, 1024, "float16", "head dims 1024 .* are beyond 512"),
+    "GPU": (TURING, 16, "float16", "compute capability 8.0 .* and Tesla T4 has 7.5"),
+    "platform": (Device("rocm", "MI300", (9, 4)), 16, "float16", "an NVIDIA GPU and the platform is 'rocm'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_refusal_is_told(on, name):
+    """BR-114, BR-125: by default one warning, by name an error, and explain() says which path a call would take."""
+    device, dim, dtype, reason = REFUSED[name]
+    on(device)
+    dispatch._warned.clear()
+    with jax.enable_x64(True):
+        x = jax.ShapeDtypeStruct((1, 100, 1, dim), dtype)
+        with pytest.warns(
+            UserWarning, match=f"on plain XLA, in memory quadratic in the length, because .*{reason}"
+        ) as w:
+            for _ in range(2):
+                plan = pf.explain(x, x, x)
+        with pytest.raises(NotImplementedError, match=f"(?s)implementation='triton' cannot run this call.*{reason}"):
+            pf.explain(x, x, x, implementation="triton")
+        with pytest.raises(NotImplementedError, match=reason):
+            jax.eval_shape(lambda x: pf.flash_attention(x, x, x, implementation="triton"), x)
+    assert len(w) == 1 and (plan.forward, plan.backward) == ("xla", "xla") and re.search(reason, str(plan))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The text of every error of a malformed call: it names the argument, its value or shape, and the rule."""
+"""BR-125: the text of every error of a malformed call: it names the argument, its value or shape, and the rule."""
 
 import math
 import re
@@ -62,9 +62,10 @@ VALUE_ERRORS = {
        for name in FLAGS for x in ("no", None, 2, 1.0, jnp.float32(1), np.ones(2, bool), jax.random.key(0))},
     "precision": ({"precision": "best"}, r"precision must be None, 'default'.*got 'best'"),
     "backward": ({"backward": "slow"}, r"backward must be one of 'auto', 'deterministic', 'fast'"),
+    # BR-92 is the rates and the missing key here.
     "dropout": ({"dropout_rate": 1.5}, r"dropout_rate must be a number in \[0, 1\) known at trace time, no bool or array; got 1.5"),
     **{f"dropout {x!r}": ({"dropout_rate": x}, r"dropout_rate must be a number in \[0, 1\) known .*; got " + re.escape(repr(x)))
-       for x in (math.nan, True, "x", 1j, np.complex64(0.5), np.array(0.5), jnp.array(0.5))},
+       for x in (-0.1, 1.0, math.nan, True, "x", 1j, np.complex64(0.5), np.array(0.5), jnp.array(0.5))},
     "dropout without a key": ({"dropout_rate": 0.5}, r"dropout_rate=0.5 needs dropout_rng, a random key"),
     "dropout of many keys": ({"dropout_rate": 0.5, "dropout_rng": jax.random.split(jax.random.key(0), 3)}, r"dropout_rng must be one random key.*shape \(3,\)"),
     **{f"dropout {rate} with {x!r}": ({"dropout_rate": rate, "dropout_rng": x}, r"dropout_rng must be one random key, .*; got " + got)

@@ -1,4 +1,4 @@
-"""jax.export: forward and gradient, written here and run in a new process; a symbolic batch size."""
+"""BR-78, jax.export: forward and gradient, written here and run in a new process; a symbolic batch size."""
 
 import subprocess
 import sys

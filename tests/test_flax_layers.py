@@ -64,6 +64,7 @@ def calls_of_flash_attention(monkeypatch):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_same_output_gradients_and_parameters_as_the_stock_layers(mask):
+    """BR-132."""
     ours, stock = nnx_layer(flax_layers.attention_fn), nnx_layer()
     trees = [nnx.state(m, nnx.Param) for m in (ours, stock)]
     applies = [lambda p, x, m=m: nnx.merge(nnx.graphdef(m), p)(x, mask=MASKS[mask]) for m in (ours, stock)]
@@ -105,6 +106,7 @@ def test_options_reach_the_kernel(monkeypatch):
 
 
 def test_every_name_of_flax_is_in_the_signature():
+    """BR-132."""
     for fn in (flax_layers.attention_fn, flax_layers.make_attention_fn(scale=1.0)):
         for stock in STOCK.values():
             names = list(inspect.signature(stock).parameters)
@@ -169,6 +171,31 @@ def test_decode_nnx_with_is_causal():
     close(jnp.concatenate([step(layer, X[:, t : t + 1]) for t in range(7)], 1), nnx_layer()(X, mask=CAUSAL))
 
 
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_decode_with_a_mask_of_the_caller(window):
+    """BR-99: rank 4, as long as the cache; the speed of a cache is no subject of tests."""
+    fn = flax_layers.make_attention_fn(**({} if window is None else {"local_window_size": window}))
+    mask = jnp.asarray(PADDING[:, ::-1] > 0)[:, None, None]  # the first tokens of row 0 are padding
+    whole = mask & CAUSAL if window is None else mask & CAUSAL & pf.Window(*window).dense(7, 7)
+    layer = linen_layer(fn, decode=True)
+    step = jax.jit(lambda c, t: layer.apply({**VARIABLES, "cache": c}, t, mask=mask, mutable=["cache"]))
+    cache, rows = layer.init(jax.random.key(0), X)["cache"], []
+    for t in range(7):
+        y, updated = step(cache, X[:, t : t + 1])
+        cache = updated["cache"]
+        rows.append(y)
+    want = linen_layer().apply(VARIABLES, X, mask=whole)
+    close(jnp.concatenate(rows, 1)[0, 2:], want[0, 2:])  # before that, row 0 sees nothing: 0 here, a mean there
+    close(jnp.concatenate(rows, 1)[1], want[1])
+    layer = nnx_layer(fn, decode=True)
+    layer.init_cache((2, 7, 32), dtype=jnp.float32)
+    step = nnx.jit(lambda m, t: m(t, mask=mask))
+    out = jnp.concatenate([step(layer, X[:, t : t + 1]) for t in range(7)], 1)
+    want = nnx_layer()(X, mask=whole)
+    close(out[0, 2:], want[0, 2:])
+    close(out[1], want[1])
+
+
 def test_one_query_without_a_mask_is_not_a_decode_step():
     fns = flax_layers.attention_fn, nnx.dot_product_attention
     close(*(jax.jit(lambda q, fn=fn: fn(q, K, V, is_causal=True))(Q[:, :1]) for fn in fns))
@@ -202,6 +229,8 @@ def test_active_dropout_drops_what_flax_drops(stock, broadcast):
 
 
 def test_dropout_of_the_layers_equals_stock_and_follows_the_key():
+    """BR-95: other weights in another layer, which takes the next key of a stream, or in another step."""
+
     def run_linen(fn, key):
         m = linen_layer(fn, dropout_rate=0.5, deterministic=False)
         return m.apply(VARIABLES, X, mask=MASKS["float causal"], rngs={"dropout": key})
@@ -215,6 +244,8 @@ def test_dropout_of_the_layers_equals_stock_and_follows_the_key():
         close(first, run(stock, jax.random.key(1)))
         equal(first, run(flax_layers.attention_fn, jax.random.key(1)))
         assert float(jnp.abs(first - run(flax_layers.attention_fn, jax.random.key(2))).max()) > 1e-2
+    layer, stream = nnx_layer(flax_layers.attention_fn, dropout_rate=0.5, deterministic=False), nnx.Rngs(dropout=0)
+    assert float(jnp.abs(layer(X, rngs=stream) - layer(X, rngs=stream)).max()) > 1e-2
 
 
 def test_dropout_keeps_its_rate_and_its_mean():
@@ -233,11 +264,21 @@ def test_dropout_keeps_its_rate_and_its_mean():
 
 
 def test_a_deterministic_layer_needs_no_key():
+    """BR-94: and without dropout a layer needs neither key nor flag."""
     for options in ({"dropout_rate": 0.5, "deterministic": True}, {"dropout_rate": 0.0}):
         equal(flax_layers.attention_fn(Q, K, V, **options), pf.flash_attention(Q, K, V))
+        ours, stock = linen_layer(flax_layers.attention_fn, **options), linen_layer()
+        close(ours.apply(VARIABLES, X), stock.apply(VARIABLES, X))
+        close(nnx_layer(flax_layers.attention_fn, **options)(X), nnx_layer()(X))
+    asked = linen_layer(flax_layers.attention_fn, dropout_rate=0.5).apply(VARIABLES, X, deterministic=True)
+    close(asked, linen_layer().apply(VARIABLES, X))
+    eval_mode = nnx_layer(flax_layers.attention_fn, dropout_rate=0.5)
+    eval_mode.eval()
+    close(eval_mode(X), nnx_layer()(X))
 
 
 def test_sow_returns_the_weights():
+    """BR-134."""
     with pytest.warns(UserWarning, match="sowing"):
         out, state = linen_layer(flax_layers.attention_fn).apply(
             VARIABLES, X, sow_weights=True, mutable="intermediates"
@@ -269,6 +310,7 @@ def test_custom_einsums_are_used():
 
 
 def test_unknown_and_bad_arguments_are_named(monkeypatch):
+    """BR-92, BR-132."""
     for make in (flax_layers.make_attention_fn, flax_layers.flash_layers(windw=3).__enter__):
         with pytest.raises(TypeError, match="unknown options windw; flash_attention has .*local_window_size"):
             make(**({"windw": 3} if make is flax_layers.make_attention_fn else {}))
@@ -293,6 +335,7 @@ def test_unknown_and_bad_arguments_are_named(monkeypatch):
 
 
 def test_grouped_query_heads_in_nnx():
+    """BR-133."""
     with pytest.raises(ValueError, match="multiple"):
         flax_layers.attention_fn(Q[:, :, :3], K[:, :, :2], V[:, :, :2])
     if not adapter._NNX_GROUPS_HEADS:
@@ -303,6 +346,23 @@ def test_grouped_query_heads_in_nnx():
     dropout = {"dropout_rng": KEY, "dropout_rate": 0.3}
     shared = Q, K[:, :, :2], V[:, :, :2]
     close(flax_layers.attention_fn(*shared, **dropout), nnx.dot_product_attention(*shared, **dropout))
+    with pytest.raises(ValueError, match="divisible"):
+        nnx_layer(flax_layers.attention_fn, heads=5, qkv_features=40, num_kv_heads=2)
+
+
+def test_grouped_query_heads_decode():
+    """BR-133: a cache of the key heads only."""
+    if not adapter._NNX_GROUPS_HEADS:
+        pytest.skip("this Flax has no num_kv_heads in its layer")
+    sizes = {"heads": 32, "num_kv_heads": 8, "qkv_features": 64}
+    layer = nnx_layer(flax_layers.attention_fn, decode=True, **sizes)
+    layer.init_cache((2, 7, 32), dtype=jnp.float32)
+    assert layer.key.kernel.shape == layer.value.kernel.shape == (32, 8, 2)
+    assert layer.cached_key[...].shape == layer.cached_value[...].shape == (2, 7, 8, 2)
+    step = nnx.jit(lambda m, t: m(t))
+    out = jnp.concatenate([step(layer, X[:, t : t + 1]) for t in range(7)], 1)
+    assert (layer.cached_key[...] != 0).all()
+    close(out, nnx_layer(**sizes)(X, mask=CAUSAL))
 
 
 # Switches of models already written.

@@ -140,7 +140,7 @@ def test_random_problems(part, kernels, record_property):
     def examples(program):
         for number in range(DRAWS):
             options = program.options(np.random.default_rng((part, len(done), number)))
-            note(f"{program.case}, draw {number}: {options}")
+            note(f"draw {number} of {sorted(options)}")
             compare_arrays(program.case.arrays(number), options, "triton", kernels)
         done.append(program)
 

@@ -76,8 +76,8 @@ def choose(problem: Problem, kernel: str, device: Device) -> Tile:
     walked = 0 if problem.narrow else problem.q_len if kernel == "dkv" else problem.kv_len
     if kernel == "dkv" and 64 < dim <= 128 and problem.group > 1 and not wide:
         tile = Tile(64, 128, 8, 3)  # the loop over the group costs the other tile 376 bytes of spills
-    if kernel == "forward" and dim == 128 and walked > 8192 and not wide:
-        # Larger tiles read less through L2 and draw less power, which is what limits a long run.
+    if kernel == "forward" and dim == 128 and walked > 8192 and not problem.packed and not wide:
+        # Larger tiles read less through L2 and draw less power, which is what limits a long run of long rows.
         plain = problem.mask == "no mask" and not problem.scores
         tile = Tile(256, 64, 16, 3) if plain else Tile(128, 64, 8, 3, registers=True)
     if kernel == "dscore" or (kernel != "dq" and walked <= 2048):

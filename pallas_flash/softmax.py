@@ -32,11 +32,14 @@ def merge(o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax.Array) ->
     >>> float(merged[0, 0, 0, 0])
     2.0
     """
-    lse = jnp.logaddexp(lse_a, lse_b)
-    finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    # Finite where there is nothing to join, so that gradients are 0 there and not NaN.
+    empty = jnp.isneginf(lse_a) & jnp.isneginf(lse_b)
+    lse_a, lse_b = jnp.where(empty, 0.0, lse_a), jnp.where(empty, 0.0, lse_b)
+    total = jnp.logaddexp(lse_a, lse_b)
 
-    def weight(part):
-        return jnp.exp(part - finite).swapaxes(-1, -2)[..., None]
+    def weighted(o, lse):
+        weight = jnp.where(empty, 0.0, jnp.exp(lse - total))
+        return weight.swapaxes(-1, -2)[..., None] * o.astype(total.dtype)
 
-    o = weight(lse_a) * o_a.astype(lse.dtype) + weight(lse_b) * o_b.astype(lse.dtype)
-    return o.astype(o_a.dtype), lse
+    o = weighted(o_a, lse_a) + weighted(o_b, lse_b)
+    return o.astype(o_a.dtype), jnp.where(empty, -jnp.inf, total)

@@ -35,6 +35,23 @@ def test_br_11_debug_flags_in_x64_mode(implementation, dtype, kernels):
         assert error(got[name], array) <= {"float32": 5e-6, "float64": 1e-13}[dtype], name
 
 
+@pytest.mark.parametrize("implementation", [TIER, "xla"])
+def test_br_11_debug_flags_outside_jit(implementation):
+    """Operation by operation: no infinity is made where every query sees a key.
+
+    The loop of xla_chunked keeps the constant -inf of an empty row's lse for its backward pass, and only jit drops it.
+    """
+    q, k, v, do, _ = Case("11", 1, 20, 20, 2, 1).arrays()
+
+    def loss(q, k, v, sinks):
+        out = pf.flash_attention(q, k, v, is_causal=True, sinks=sinks, implementation=implementation)
+        return (out * do).sum()
+
+    with pf.interpret(), jax.debug_nans(True), jax.debug_infs(True):
+        got = jax.grad(loss, (0, 1, 2, 3))(q, k, v, jnp.ones(2))
+    assert all(bool(jnp.isfinite(x).all()) for x in got)
+
+
 def naive(q, k, v, logits):
     """Attention in 16 bits around a float32 softmax of ``logits`` of a given dtype."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -63,6 +80,24 @@ def test_br_12_logits_are_not_rounded_to_16_bits(implementation, size, kernels):
     rounded = errors(lambda *a: naive(*a, jnp.bfloat16))
     for name in names:
         assert ours[name] <= limits[name] < rounded[name], name
+
+
+def test_br_19_gradients_of_a_merge():
+    """Also of itself: 0 where both halves are empty, the weights elsewhere."""
+    lse = jnp.array([[[-jnp.inf, -jnp.inf, 0.5, 0.5]], [[-jnp.inf, 0.3, -jnp.inf, 0.3]]])
+    o = normal(0, 2, 1, 4, 1, 8)
+
+    def joined(lse, o):
+        out, total = pf.merge(o[0], lse[0][None], o[1], lse[1][None])
+        return (out * jnp.cos(jnp.arange(32.0)).reshape(out.shape)).sum() + jnp.where(
+            jnp.isfinite(total), total, 0
+        ).sum()
+
+    dlse, do = jax.grad(joined, (0, 1))(lse, o)
+    assert bool(jnp.isfinite(dlse).all()) and (dlse[:, 0, 0] == 0).all() and (do[:, 0, 0] == 0).all()
+    step = 1e-3
+    moved = [joined(lse.at[1, 0, 3].add(h), o) for h in (step, -step)]
+    np.testing.assert_allclose(dlse[1, 0, 3], (moved[0] - moved[1]) / (2 * step), rtol=1e-2)
 
 
 @everywhere

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_flash as pf
@@ -58,8 +59,8 @@ def compare_arrays(arrays, options, tier, kernels):
     floor = {"float32": 5e-6, "float16": 1e-4, "bfloat16": 1e-3}[str(arrays[0].dtype)]
     if jax.default_backend() == "gpu" and arrays[0].dtype == jnp.float32 and options.get("precision") != "highest":
         floor = 1e-3
-    if 1 in (arrays[0].shape[1], arrays[1].shape[1]):
-        floor *= 3  # a single row or key: nothing averages, and XLA, without a matrix product, multiplies exactly
+    if arrays[1].shape[1] == 1 or np.isfinite(want["lse"]).sum() < 32:
+        floor *= 3  # one key or a few rows: nothing averages, and XLA, without a matrix product, multiplies exactly
 
     def plain():
         with kernels():  # where it multiplies as the kernels do

@@ -94,15 +94,16 @@ def attend(problem: Problem, x: Operands, rows: jax.Array | None = None) -> Outp
         logits = jnp.where(allowed, logits, 0.0)
         logits = applied(x.score, logits, *(dataclasses.replace(s, watch=watch) for s in (q_span, kv_span)))
     allowed &= ~(logits < LOWEST)  # a bias of finfo.min forbids, here as in the kernels
-    logits = jnp.where(allowed, jnp.where(bad, jnp.nan, logits), -jnp.inf)
+    # Finite, for callers with jax_debug_infs; -inf is nowhere but in the lse of an empty row.
+    logits = jnp.where(allowed, jnp.where(bad, jnp.nan, logits), jnp.finfo(wide).min)
 
-    sinks = jnp.full((1, 1, 1, 1), -jnp.inf, wide) if x.sinks is None else x.sinks[None, :, None, None].astype(wide)
-    m = jax.lax.stop_gradient(jnp.maximum(logits.max(-1, keepdims=True), sinks))
-    m = jnp.where(jnp.isneginf(m), 0.0, m)
-    unnormalised = jnp.exp(logits - m)
+    m = logits.max(-1, keepdims=True)
+    sinks = None if x.sinks is None else x.sinks[None, :, None, None].astype(wide)
+    m = jax.lax.stop_gradient(m if sinks is None else jnp.maximum(m, sinks))
+    unnormalised = jnp.where(allowed, jnp.exp(logits - m), 0.0)
     total = unnormalised.sum(-1, keepdims=True)
     keyless = total == 0
-    total = total + jnp.exp(sinks - m)
+    total = total if sinks is None else total + jnp.exp(sinks - m)
     empty = total == 0
     probs = unnormalised / jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1.0, total)) + m)[..., 0]

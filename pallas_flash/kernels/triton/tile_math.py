@@ -487,7 +487,10 @@ def as_arrays(visits: Visits) -> Visits:
 
 @contextlib.contextmanager
 def quiet_deprecation() -> Iterator[None]:
-    """Lowering through Triton warns since JAX 0.11; our users can do nothing about it, so they are not told."""
+    """Lowering through Triton warns since JAX 0.11, and our users can do nothing about it.
+
+    What a caller's own jit lowers later is out of reach: README.md has a filter for those who make warnings errors.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
         yield

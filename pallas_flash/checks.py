@@ -44,9 +44,13 @@ def as_int_array(name: str, x: Any) -> jax.Array:
 def as_number(name: str, x: Any, rule: str, low: float = -sys.float_info.max, high: float = math.inf) -> float:
     """A number with ``low <= x < high`` known at trace time: Python's or numpy's, but neither a bool nor an array."""
     known = isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
-    if not known or not low <= float(x) < high:
+    try:
+        number = float(x) if known else math.nan
+    except OverflowError:
+        number = math.inf
+    if not low <= number < high:
         raise ValueError(f"{name} must be {rule}; got {x!r:.80}")
-    return float(x)
+    return number
 
 
 def as_flag(name: str, x: Any) -> bool:
@@ -89,3 +93,57 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
     return value
+
+
+_RULES = {
+    "query": "[batch or 1, q_len]",
+    "key": "[batch or 1, kv_len]",
+    "batch": "[batch or 1]",
+    "head": "[heads or 1] or [batch or 1, heads or 1]",
+    "pairs": "[batch or 1, heads or 1, q_len or 1, kv_len or 1]",
+    "table": "[heads or 1, entries]",
+}
+
+
+def pair_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """The shape [B or 1, N or 1, T or 1, S or 1] of an array that is read in any way but from a table."""
+    if kind == "query":
+        return shape[0], 1, shape[1], 1
+    if kind == "key":
+        return shape[0], 1, 1, shape[1]
+    if kind == "batch":
+        return shape[0], 1, 1, 1
+    if kind == "head":
+        return (1, *shape)[-2], shape[-1], 1, 1
+    return shape  # type: ignore[return-value]
+
+
+def check_read(owner: str, kind: str, shape: tuple[int, ...], sizes: Sizes) -> None:
+    """That an array of a mask or a score has a shape that the way it is read allows.
+
+    Raises:
+      ValueError: it has not; ``owner`` is named.
+    """
+    fits = len(shape) in {"batch": (1,), "head": (1, 2), "pairs": (4,)}.get(kind, (2,))
+    if fits:
+        whole = (1, shape[0], 1, 1) if kind == "table" else pair_shape(kind, shape)
+        fits = all(have in (1, want) for have, want in zip(whole, sizes[:4], strict=True))
+        fits &= {"query": sizes.q_len, "key": sizes.kv_len}.get(kind, shape[-1]) == shape[-1]
+    if not fits:
+        raise ValueError(f"an array of {owner}, read per {kind}, must have shape {_RULES[kind]}; got {shape}")
+
+
+def as_size(name: str, x: Any, least: int = 1) -> int:
+    """A number of tokens, blocks or heads; nothing is longer than 2**30, and positions stay inside int32."""
+    try:
+        size = operator.index(x)
+    except (TypeError, jax.errors.ConcretizationTypeError):
+        size = least - 1
+    if size < least or isinstance(x, bool):
+        raise ValueError(f"{name} must be an int of at least {least}; got {x!r:.80}")
+    return min(size, 2**30)
+
+
+def larger(a: Any, b: Any) -> Any:
+    """Of two sizes of one axis, either of which may be 1, or symbolic."""
+    return b if a == 1 else a

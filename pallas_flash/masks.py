@@ -13,7 +13,9 @@ Arrays in a mask have the batch (or 1) as their first axis.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import operator
 from typing import Any, TypeVar, dataclass_transform
 
@@ -21,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import Sizes, as_int_array, bounded
+from .checks import Sizes, as_int_array, as_size, bounded, check_read, larger
 from .promotion import usual_promotion
 from .spans import EVERYTHING, HIGH, LOW, NO_PROMISE, Range, Span, Tiles, intersect, lib, unite
 
@@ -90,8 +92,8 @@ class Mask:
     def batch_and_heads(self) -> tuple[int, int]:
         """Sizes of the batch and of the heads that its arrays have, 1 where they have none."""
         leaves = [np.shape(leaf) for leaf in jax.tree.leaves(self)]
-        batch = max([shape[0] for shape in leaves if len(shape) in (1, 2, 4)], default=1)
-        return batch, max([shape[1] for shape in leaves if len(shape) == 4], default=1)
+        batches = [shape[0] for shape in leaves if len(shape) in (1, 2, 4)]
+        return functools.reduce(larger, batches, 1), functools.reduce(larger, [x[1] for x in leaves if len(x) == 4], 1)
 
     def checked(self, sizes: Sizes) -> Mask:
         """The mask with its arrays as a call of these sizes needs them: JAX arrays, int32 where they are ints.
@@ -99,7 +101,8 @@ class Mask:
         Raises:
           ValueError: an array of another shape or dtype, in a sentence that names it.
         """
-        return self
+        inner = {name: checked(x, sizes) for name, x in vars(self).items() if isinstance(x, Mask)}
+        return dataclasses.replace(self, **inner) if inner else self  # type: ignore[type-var]
 
     def __and__(self, other: Mask) -> Mask:
         return And(self, _a_mask(other))
@@ -138,6 +141,7 @@ class Mask:
         """
         from .picture import draw
 
+        block_q, block_kv = as_size("block_q", block_q), as_size("block_kv", block_kv)
         return draw(self, (q_len, kv_len), (block_q, block_kv), q_offset, batch, head)
 
 
@@ -200,7 +204,32 @@ def checked(m: Any, sizes: Sizes) -> Mask:
             )
         return x
 
-    return jax.tree_util.tree_map_with_path(leaf, m.checked(sizes))
+    m = jax.tree_util.tree_map_with_path(leaf, m.checked(sizes))
+    for kind, shape in _reads(m):
+        check_read(f"mask {type(m).__name__}", kind, shape, sizes)
+    return m
+
+
+def _reads(m: Mask) -> list[tuple[str, tuple[int, ...]]]:
+    """How a user's mask reads its arrays, and their shapes, from a tile of one pair; our own check themselves."""
+    found = []
+    inside = {id(leaf) for part in vars(m).values() if isinstance(part, Mask) for leaf in jax.tree.leaves(part)}
+
+    def record(side: str) -> Any:
+        def watch(kind: str, array: Any, load: Any, entry: Any) -> jax.Array:
+            if id(array) not in inside:
+                found.append((side if kind == "token" else kind, np.shape(array)))
+            return jnp.zeros((1, 1), jnp.asarray(array).dtype)
+
+        return watch
+
+    def run(place: jax.Array) -> Any:
+        return m.allows(*(Span(place, place, place, place, watch=record(side)) for side in ("query", "key")))
+
+    if not type(m).__module__.startswith(f"{__package__}."):
+        with contextlib.suppress(Exception):  # whatever is wrong with it is told where it is used
+            jax.eval_shape(run, jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    return found
 
 
 def by_itself(
@@ -209,7 +238,7 @@ def by_itself(
     """A mask that no call has checked, checked, and its sizes: at least ``batch`` and ``heads``, or those it has."""
     own_batch, own_heads = m.batch_and_heads()
     offset = int(q_offset) if isinstance(q_offset, int | np.integer) else None
-    sizes = Sizes(max(batch, own_batch), max(heads, own_heads), q_len, kv_len, offset)
+    sizes = Sizes(larger(own_batch, batch), larger(own_heads, heads), q_len, kv_len, offset)
     return checked(m, sizes), sizes
 
 
@@ -235,7 +264,7 @@ class And(Mask):
         return type(self)(checked(self.a, sizes), checked(self.b, sizes))
 
     def batch_and_heads(self):
-        return tuple(map(max, self.a.batch_and_heads(), self.b.batch_and_heads()))
+        return tuple(map(larger, self.a.batch_and_heads(), self.b.batch_and_heads()))
 
     def kv_range(self, q):
         return intersect(self.a.kv_range(q), self.b.kv_range(q))
@@ -269,7 +298,7 @@ class Or(Mask):
         return type(self)(checked(self.a, sizes), checked(self.b, sizes))
 
     def batch_and_heads(self):
-        return tuple(map(max, self.a.batch_and_heads(), self.b.batch_and_heads()))
+        return tuple(map(larger, self.a.batch_and_heads(), self.b.batch_and_heads()))
 
     def kv_range(self, q):
         return unite(self.a.kv_range(q), self.b.kv_range(q))
@@ -437,7 +466,7 @@ class Chunked(Mask):
     size: int = static()
 
     def __post_init__(self):
-        check_size("size of mask Chunked", self.size)
+        object.__setattr__(self, "size", as_size("size of mask Chunked", self.size))
 
     def allows(self, q, kv):
         return q.index // self.size == kv.index // self.size
@@ -456,19 +485,10 @@ class Dilated(Mask):
     step: int = static()
 
     def __post_init__(self):
-        check_size("step of mask Dilated", self.step)
+        object.__setattr__(self, "step", as_size("step of mask Dilated", self.step))
 
     def allows(self, q, kv):
         return (q.index - kv.index) % self.step == 0
-
-
-def check_size(name: str, size: Any) -> None:
-    try:
-        positive = operator.index(size) > 0
-    except TypeError:
-        positive = False
-    if not positive:
-        raise ValueError(f"{name} must be an int of at least 1; got {size!r}")
 
 
 def all_of(masks: list[Mask]) -> Mask:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import Sizes, pairwise
-from .masks import Mask, by_itself, check_size, checked, mask, static, tile_states
+from .checks import Sizes, as_array, as_size, larger, pairwise
+from .masks import Mask, by_itself, checked, mask, static, tile_states
 from .promotion import usual_promotion
 from .spans import HIGH, LOW, Range, Tiles, hull
 
@@ -91,8 +91,8 @@ class Blocks(Mask):
     block_kv: int = static()
 
     def __post_init__(self):
-        check_size("block_q of mask Blocks", self.block_q)
-        check_size("block_kv of mask Blocks", self.block_kv)
+        for name in ("block_q", "block_kv"):
+            object.__setattr__(self, name, as_size(f"{name} of mask Blocks", getattr(self, name)))
 
     def allows(self, q, kv):
         q = dataclasses.replace(q, row=q.row // self.block_q)
@@ -101,13 +101,14 @@ class Blocks(Mask):
 
     def checked(self, sizes):
         blocks = sizes._replace(q_len=-(-sizes.q_len // self.block_q), kv_len=-(-sizes.kv_len // self.block_kv))
-        if np.shape(self.array)[-2:] != (blocks.q_len, blocks.kv_len):
+        array = as_array("the array of mask Blocks", self.array)
+        if array.shape[-2:] != (blocks.q_len, blocks.kv_len):
             raise ValueError(
                 f"the array of mask Blocks must be [batch or 1, heads or 1, {blocks.q_len}, {blocks.kv_len}]: "
                 f"{sizes.q_len} queries in blocks of {self.block_q}, {sizes.kv_len} keys in blocks of {self.block_kv}; "
-                f"got shape {np.shape(self.array)}"
+                f"got shape {array.shape}"
             )
-        return dataclasses.replace(self, array=_boolean("the array of mask Blocks", self.array, blocks))
+        return dataclasses.replace(self, array=_boolean("the array of mask Blocks", array, blocks))
 
     def batch_and_heads(self):
         return _leading(self.array)
@@ -165,19 +166,24 @@ class BlockMap(Mask):
           batch, heads: of the calls, for masks that ask for them without holding arrays of that size.
 
         Raises:
-          ValueError: a size that is no positive int, or a mask that does not fit.
+          ValueError: a size that is no int of its range, or a mask that does not fit, or that asks for the batch row
+            or the head where ``batch`` or ``heads`` is 1.
 
         >>> from pallas_flash import Causal, Dilated
         >>> m = BlockMap.of(Causal() & Dilated(2), 128, 128)
         >>> m.states[0, 0].tolist()
         [[1, 0], [1, 1]]
         """
-        check_size("block_q", block_q)
-        check_size("block_kv", block_kv)
-        if isinstance(q_offset, bool) or not isinstance(q_offset, int | np.integer):
-            raise ValueError(f"q_offset of a BlockMap must be an int, known when the map is made; got {q_offset!r:.80}")
+        block_q, block_kv = as_size("block_q", block_q), as_size("block_kv", block_kv)
+        q_len, kv_len, heads = as_size("q_len", q_len, 0), as_size("kv_len", kv_len, 0), as_size("heads", heads)
+        known = isinstance(q_offset, int | np.integer) and not isinstance(q_offset, bool)
+        if not known or abs(int(q_offset)) >= 2**29:
+            raise ValueError(
+                "q_offset of a BlockMap must be an int within +-2**29, known when the map is made; got "
+                f"{q_offset!r:.80}"
+            )
         q_offset = int(q_offset)
-        m = mask if isinstance(mask, Mask) else Dense(jnp.asarray(mask))
+        m = mask if isinstance(mask, Mask) else Dense(as_array("the mask of a BlockMap", mask, "a Mask or an array"))
         m, sizes = by_itself(m, q_len, kv_len, q_offset, batch, heads)
         q, kv = Tiles(q_len, block_q, q_offset), Tiles(kv_len, block_kv, other_offset=q_offset)
         states = tile_states(m, q, kv) if m.knows_tiles else _looked_at(m, sizes, q, kv)
@@ -205,10 +211,13 @@ class BlockMap(Mask):
                 )
         if self.states.shape[1] not in (1, sizes.heads):
             raise ValueError(f"this BlockMap was made for {self.states.shape[1]} heads and the call has {sizes.heads}")
+        blocks = (-(-sizes.q_len // self.block_q), -(-sizes.kv_len // self.block_kv))
+        if self.states.shape[2:] != blocks:
+            raise ValueError(f"states of a BlockMap must end in {blocks}, its blocks; got shape {self.states.shape}")
         return dataclasses.replace(self, mask=checked(self.mask, sizes))
 
     def batch_and_heads(self):
-        return tuple(map(max, self.mask.batch_and_heads(), self.states.shape[:2]))
+        return tuple(map(larger, self.mask.batch_and_heads(), self.states.shape[:2]))
 
     @property
     def has_holes(self):
@@ -235,7 +244,7 @@ def _at(states: jax.Array, block_q: int, block_kv: int, q: Tiles, kv: Tiles) -> 
 
 def _along(states: jax.Array, block: int, tiles: Tiles, axis: int) -> jax.Array:
     """States of tiles, each of what the blocks that it touches along one axis say."""
-    if block == tiles.block:
+    if block == tiles.block or tiles.count == 0:
         return states
     first, end = tiles.row_lo // block, -(-tiles.row_hi // block)
     touched = first[:, None] + np.arange(max(end - first, default=0))
@@ -248,6 +257,17 @@ def _along(states: jax.Array, block: int, tiles: Tiles, axis: int) -> jax.Array:
 def _looked_at(m: Mask, sizes: Sizes, q: Tiles, kv: Tiles) -> jax.Array:
     """States of all tiles from every pair, one row of tiles at a time."""
     from .kernels.xla import dense_mask  # see Mask.dense
+
+    def twice(m: Mask) -> jax.Array:
+        batch, heads = (2 if size == 1 else size for size in sizes[:2])
+        return dense_mask(m, batch, heads, jnp.zeros(1, jnp.int32), kv.length, q.offset)
+
+    for name, size, asked in zip(("batch", "heads"), sizes[:2], jax.eval_shape(twice, m).shape[:2], strict=True):
+        if size == 1 and asked != 1:
+            raise ValueError(
+                f"mask {type(m).__name__} asks which of the {name} a query belongs to: give BlockMap.of {name}=, as "
+                "many as the calls have"
+            )
 
     def one(start: jax.Array) -> jax.Array:
         rows = jnp.minimum(start + jnp.arange(q.block, dtype=jnp.int32), q.length - 1)

@@ -203,7 +203,7 @@ def describe(
         scores.append(Alibi(_slopes(alibi_slopes, batch, num_q_heads)))
     scores += listed(score)
     whole_score = chain(scores)
-    score_reads = checked_reads(whole_score, batch, num_q_heads, q_len, kv_len)
+    score_reads = checked_reads(whole_score, sizes)
 
     static_scale, scale_array = _scale(scale, head_dim, query.dtype)
     combined = all_of(masks)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import as_array, as_number
+from .checks import Sizes, as_array, as_number, check_read
 from .masks import mask, static
 from .spans import Span
 
@@ -285,17 +285,7 @@ def reads(s: Score) -> tuple[Read, ...]:
     return tuple(found)
 
 
-_RULES = {
-    "query": "[batch or 1, q_len]",
-    "key": "[batch or 1, kv_len]",
-    "batch": "[batch or 1]",
-    "head": "[heads or 1] or [batch or 1, heads or 1]",
-    "pairs": "[batch or 1, heads or 1, q_len or 1, kv_len or 1]",
-    "table": "[heads or 1, entries]",
-}
-
-
-def checked_reads(s: Score | None, batch: int, heads: int, q_len: int, kv_len: int) -> tuple[Read, ...]:
+def checked_reads(s: Score | None, sizes: Sizes) -> tuple[Read, ...]:
     """What a score reads, of a call with these sizes.
 
     Raises:
@@ -306,26 +296,5 @@ def checked_reads(s: Score | None, batch: int, heads: int, q_len: int, kv_len: i
     found = reads(s)
     leaves = jax.tree.leaves(s)
     for read in found:
-        shape = leaves[read.leaf].shape
-        fits = len(shape) in {"batch": (1,), "head": (1, 2), "pairs": (4,)}.get(read.kind, (2,))
-        if fits:
-            whole = (1, shape[0], 1, 1) if read.kind == "table" else pair_shape(read.kind, shape)
-            fits = all(have in (1, want) for have, want in zip(whole, (batch, heads, q_len, kv_len)))
-            fits &= {"query": q_len, "key": kv_len}.get(read.kind, shape[-1]) == shape[-1]
-        if not fits:
-            rule = _RULES[read.kind]
-            raise ValueError(f"an array of score {s}, read per {read.kind}, must have shape {rule}; got {shape}")
+        check_read(f"score {s}", read.kind, leaves[read.leaf].shape, sizes)
     return found
-
-
-def pair_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """The shape [B or 1, N or 1, T or 1, S or 1] of an array that is read in any way but from a table."""
-    if kind == "query":
-        return shape[0], 1, shape[1], 1
-    if kind == "key":
-        return shape[0], 1, 1, shape[1]
-    if kind == "batch":
-        return shape[0], 1, 1, 1
-    if kind == "head":
-        return (1, *shape)[-2], shape[-1], 1, 1
-    return shape  # type: ignore[return-value]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .attention import flash_attention
-from .checks import as_array, as_int_array, bounded, one_of
+from .checks import as_array, as_flag, as_int_array, as_size, bounded, one_of
 from .masks import Mask
 from .pair_masks import Dense
 from .problem import window_of
@@ -77,9 +77,11 @@ def varlen_attention(
             f"{cu_k.shape}"
         )
     window = window_of(local_window_size)
-    left, right = window.left, 0 if is_causal else window.right
+    left, right = window.left, 0 if as_flag("is_causal", is_causal) else window.right
     ranges = key_ranges(cu_q, cu_k, jnp.shape(query)[0], left, right, bottom_right=causal_alignment == "bottom_right")
     mask = options.pop("mask", None)
+    if isinstance(mask, type):
+        raise ValueError(f"mask is the class {mask.__name__}; give an instance, {mask.__name__}(...)")
     return flash_attention(query, key, value, options.pop("bias", None), _and(ranges, mask), **options)
 
 
@@ -117,7 +119,7 @@ def pack(x: Any, lengths: Any, total: int) -> tuple[jax.Array, jax.Array]:
     >>> packed.tolist(), cu.tolist()
     ([1, 2, 3, 0], [0, 2, 3])
     """
-    x, lengths = as_array("x", x), as_int_array("lengths", lengths)
+    x, lengths, total = as_array("x", x), as_int_array("lengths", lengths), as_size("total", total, 0)
     if x.ndim < 2 or lengths.shape != x.shape[:1]:
         raise ValueError(
             f"x must be [batch, length, ...] and lengths [batch]; got shapes {x.shape} and {lengths.shape}"
@@ -140,11 +142,14 @@ def unpack(packed: Any, cu_seqlens: Any, length: int) -> jax.Array:
     >>> unpack(jnp.array([1, 2, 3, 0]), jnp.array([0, 2, 3]), 3).tolist()
     [[1, 2, 0], [3, 0, 0]]
     """
-    packed, cu = jnp.asarray(packed), _offsets("cu_seqlens", cu_seqlens)
+    packed, cu = as_array("packed", packed), _offsets("cu_seqlens", cu_seqlens, sequences=0)
+    length = as_size("length", length, 0)
+    if packed.ndim == 0:
+        raise ValueError("packed must be [total, ...]; got a scalar")
     place = cu[:-1, None] + jnp.arange(length, dtype=jnp.int32)
     if packed.shape[0] == 0:
         return jnp.zeros((*place.shape, *packed.shape[1:]), packed.dtype)
-    inside = place < cu[1:, None]
+    inside = (place < cu[1:, None]) & (place < packed.shape[0])  # rows that pack cut off are 0 too
     rows = packed[jnp.clip(place, 0, packed.shape[0] - 1)]
     return jnp.where(inside.reshape(*inside.shape, *(1,) * (rows.ndim - 2)), rows, jnp.zeros((), packed.dtype))
 
@@ -156,9 +161,9 @@ def _rows(cu: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return row, jnp.clip(sequence, 0, cu.size - 2)
 
 
-def _offsets(name: str, x: Any) -> jax.Array:
+def _offsets(name: str, x: Any, sequences: int = 1) -> jax.Array:
     x = as_int_array(name, x)
-    if x.ndim != 1 or x.size < 2:
+    if x.ndim != 1 or x.size <= sequences:
         raise ValueError(f"{name} must have shape [sequences + 1]; got shape {x.shape}")
     return bounded(x, 0, 2**29)
 

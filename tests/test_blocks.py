@@ -1,6 +1,7 @@
 """Block sparsity: what lists of blocks say of tiles of any size, without an array of q_len x kv_len."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -125,6 +126,52 @@ def test_vmap_over_blocks():
     np.testing.assert_allclose(got, jnp.stack([attend(a, "xla") for a in arrays]), atol=2e-5)
 
 
+@pf.mask
+class OwnKeys(pf.Mask):
+    """Every head, or batch row, has keys of its own."""
+
+    axis: str = pf.static()
+
+    def allows(self, q, kv):
+        return kv.index // 16 == getattr(q, self.axis)
+
+
+@pytest.mark.parametrize("axis", ["head", "batch"])
+def test_a_mask_that_asks_for_the_head_or_the_batch_needs_their_number(axis):
+    name = {"head": "heads", "batch": "batch"}[axis]
+    x = normal(0, 4, 64, 4, 16)
+    with pytest.raises(ValueError, match=f"OwnKeys asks which of the {name} .*: give BlockMap.of {name}="):
+        pf.BlockMap.of(OwnKeys(axis), 64, 64)
+    block_map = pf.BlockMap.of(OwnKeys(axis), 64, 64, block_q=16, block_kv=16, **{name: 4})
+    with pf.interpret():
+        got = pf.flash_attention(x, x, x, mask=block_map, implementation="triton")
+    np.testing.assert_allclose(got, pf.flash_attention(x, x, x, mask=OwnKeys(axis)), atol=1e-5)
+    wrong = pf.BlockMap.of(OwnKeys(axis), 64, 64, **{name: 2})
+    with pytest.raises(ValueError, match="made for 2 heads and the call has 4|is the batch, 1 or 4"):
+        pf.flash_attention(x, x, x, mask=wrong)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0), (1, 1)], ids=str)
+def test_maps_of_few_tokens(sizes):
+    array = jnp.ones([-(-n // 3) for n in sizes], bool)
+    block_map = pf.BlockMap.of(pf.Blocks(array, 3, 3), *sizes, block_q=2, block_kv=2)
+    assert block_map.dense(*sizes).shape[2:] == sizes and block_map.dense(*sizes).all()
+    q, k = jnp.ones((1, sizes[0], 1, 16)), jnp.ones((1, sizes[1], 1, 16))
+    assert pf.flash_attention(q, k, k, mask=block_map).shape == q.shape
+
+
+def test_a_map_with_a_symbolic_batch():
+    def f(q, ids):
+        mask = pf.BlockMap.of(pf.Segments(ids, ids) | pf.Dilated(2), 64, 64)
+        return pf.flash_attention(q, q, q, mask=mask, implementation="xla")
+
+    (b,) = jax.export.symbolic_shape("b")
+    q, ids = jax.ShapeDtypeStruct((b, 64, 2, 8), jnp.float32), jax.ShapeDtypeStruct((b, 64), jnp.int32)
+    exported = jax.export.export(jax.jit(f))(q, ids)
+    arrays = normal(0, 3, 64, 2, 8), jnp.arange(192).reshape(3, 64) // 50
+    np.testing.assert_allclose(exported.call(*arrays), f(*arrays), atol=1e-6)
+
+
 CALL = dict.fromkeys(("query", "key", "value"), jnp.ones((2, 64, 2, 8)))
 MAP = pf.BlockMap.of(pf.Causal(), 64, 64)
 
@@ -144,6 +191,13 @@ MAP = pf.BlockMap.of(pf.Causal(), 64, 64)
         (lambda: pf.BlockMap.of(pf.Lengths(jnp.array([1, 2, 3])), 64, 64), r"has shape \(3,\); the first axis"),
         (lambda: pf.Blocks(blocks(3, 1, 2, 4), 32, 16), r"\(3, 1, 2, 4\) does not broadcast"),
         (lambda: pf.BlockMap.of(blocks(3, 64, 64), 64, 64), "made for 3 heads and the call has 2"),
+        (lambda: pf.BlockMap(pf.Causal(), jnp.ones((1, 1, 2, 2), jnp.int8), 16, 16, 64, 64, 0), r"end in \(4, 4\)"),
+        (lambda: pf.BlockMap.of(pf.Causal(), 64.0, 64), "q_len must be an int of at least 0; got 64.0"),
+        (lambda: pf.BlockMap.of(pf.Causal(), 64, -1), "kv_len must be an int of at least 0; got -1"),
+        (lambda: pf.BlockMap.of(pf.Causal(), 64, 64, heads=None), "heads must be an int of at least 1; got None"),
+        (lambda: pf.BlockMap.of(pf.Causal(), 64, 64, q_offset=2**31), "within"),
+        (lambda: pf.BlockMap.of(None, 64, 64), "mask of a BlockMap must be a Mask or an array; got NoneType"),
+        (lambda: pf.Blocks([[True], [True, False]], 32, 32), "array of mask Blocks must be an array; got list"),
         (lambda: MAP & pf.Blocks(blocks(1, 4), 32, 16), "array of mask Blocks must be"),
     ],
 )

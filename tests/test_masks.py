@@ -187,3 +187,60 @@ def test_a_picture_shows_what_is_visited():
     np.testing.assert_array_equal(found == 2, allowed & (tile_kv == tile_q))
     figure = (pf.Causal() & pf.Chunked(20)).draw(64, 48, block_q=16, block_kv=8)
     assert figure.axes[0].images[0].get_array().shape == (64, 48)
+
+
+@pf.mask
+class Reads(pf.Mask):
+    """A user's mask that reads one array."""
+
+    array: jax.Array
+    kind: str = pf.static()
+
+    def allows(self, q, kv):
+        read = {"take": q.take, "keys": kv.take, "per_head": q.per_head, "per_batch": q.per_batch}
+        values = q.take_pairs(kv, self.array) if self.kind == "pairs" else read[self.kind](self.array)
+        return (values + 0 * q.index + 0 * kv.index) > 0
+
+
+@pytest.mark.parametrize(
+    "kind, shape, rule",
+    [
+        ("take", (1, 5), r"\[batch or 1, q_len\]; got \(1, 5\)"),
+        ("keys", (1, 200), r"\[batch or 1, kv_len\]"),
+        ("per_head", (1, 8), r"\[heads or 1\] or"),
+        ("per_head", (2,), "is the batch, 1 or 1|heads"),
+        ("per_batch", (1, 1), r"\[batch or 1\]"),
+        ("pairs", (1, 1, 5, 5), "q_len or 1"),
+    ],
+)
+def test_arrays_of_a_users_mask_have_the_shape_that_their_read_allows(kind, shape, rule):
+    x = jnp.ones((1, 9, 4, 16))
+    with pytest.raises(ValueError, match=rule):
+        pf.flash_attention(x, x, x, mask=pf.Causal() & Reads(jnp.ones(shape), kind))
+
+
+@pf.mask
+class Not(pf.Mask):
+    inner: pf.Mask
+
+    def allows(self, q, kv):
+        return ~self.inner.allows(q, kv)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [pf.Lengths([3], [5]), pf.Blocks(np.eye(3, dtype=bool), 3, 4), pf.Dense(np.tri(9, 10, dtype=bool))],
+    ids=str,
+)
+def test_masks_inside_a_users_mask_are_checked_too(inner):
+    q, k = jnp.ones((1, 9, 2, 16)), jnp.arange(320.0).reshape(1, 10, 2, 16) / 320
+    allowed = ~np.asarray(inner.dense(9, 10))
+    np.testing.assert_array_equal(Not(inner).dense(9, 10), allowed)
+    got, want = (pf.flash_attention(q, k, k, mask=m) for m in (Not(inner), jnp.asarray(allowed)))
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_sizes_beyond_int32_are_as_good_as_endless():
+    for m in (pf.Chunked(2**31), pf.Blocks(jnp.ones((1, 1), bool), 10**12, 2**40), pf.Causal() | pf.Chunked(2**40)):
+        assert m.dense(5, 7).all()
+    assert pf.Dilated(2**40).dense(3, 3)[0, 0].astype(int).tolist() == np.eye(3, dtype=int).tolist()

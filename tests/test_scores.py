@@ -254,3 +254,23 @@ def test_errors(options, kind, text):
     with pytest.raises(ValueError, match="alibi_slopes needs keys packed as the queries are"):
         offsets = jnp.array([0, 4])
         pf.varlen_attention(Q[0], KEYS[0], V[0], offsets, offsets, alibi_slopes=jnp.ones(N))
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("lengths", [(1, 64, 20), (17, 70, 0)], ids=str)
+def test_what_no_query_may_see_stays_out_of_a_table(lengths, kernels):
+    """Rows behind the last query of a short tile may see keys that no query does; a table sums over rows."""
+    q_len, kv_len, offset = lengths
+    q, k = normal(30, 1, q_len, 1, 16), normal(31, 1, kv_len, 1, 16)
+
+    def gradient(k, tier):
+        def loss(table):
+            score = pf.RelativeBias(table, max_distance=20)
+            options = {"is_causal": True, "q_offset": offset, "precision": "highest", "implementation": tier}
+            return pf.flash_attention(q, k, k, score=score, **options).sum()
+
+        return jax.jit(jax.grad(loss))(jnp.zeros((1, 8)))
+
+    with kernels():
+        got = gradient(k.at[:, offset + q_len :].set(jnp.nan), "triton")
+    np.testing.assert_allclose(got, gradient(k, "xla"), atol=1e-4)

@@ -132,6 +132,40 @@ def test_pack_and_unpack():
     np.testing.assert_allclose(gradient, jnp.where(inside[..., None], 2 * x, 0))
 
 
+def test_pack_at_its_edges():
+    x = jnp.arange(1, 9).reshape(2, 4)
+    cut = pf.unpack(*pf.pack(x, jnp.array([4, 4]), 6), 4)
+    assert cut.tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
+    for shape in ((0, 4, 2), (2, 0, 2)):
+        packed, cu = pf.pack(jnp.ones(shape), jnp.zeros(shape[0], int), 3)
+        assert packed.shape == (3, 2) and not packed.any() and pf.unpack(packed, cu, 4).shape == (shape[0], 4, 2)
+    assert pf.unpack(jnp.ones((0, 2)), jnp.array([0, 0]), 3).tolist() == [[[0, 0]] * 3]
+
+
+def test_rows_in_front_of_the_first_sequence_see_nothing():
+    q = normal(0, 8, 1, 16)
+    out, lse = pf.varlen_attention(q, q, q, jnp.array([3, 5, 8]), return_lse=True, is_causal=True)
+    alone = pf.varlen_attention(q[3:], q[3:], q[3:], jnp.array([0, 2, 5]), is_causal=True)
+    assert not out[:3].any() and np.isneginf(lse[:, :3]).all()
+    np.testing.assert_allclose(out[3:], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function, arguments, text",
+    [
+        (pf.pack, (jnp.ones((2, 4)), jnp.ones(2), 3), "lengths must be an integer array"),
+        (pf.pack, (jnp.ones((2, 4)), jnp.ones(3, int), 3), r"got shapes \(2, 4\) and \(3,\)"),
+        (pf.pack, (jnp.ones((2, 4)), jnp.ones(2, int), 3.0), "total must be an int of at least 0; got 3.0"),
+        (pf.unpack, (object(), jnp.array([0, 1]), 3), "packed must be an array; got object"),
+        (pf.unpack, (jnp.ones(()), jnp.array([0, 1]), 3), "packed must be"),
+        (pf.unpack, (jnp.ones(3), jnp.array([0, 1]), -1), "length must be an int of at least 0; got -1"),
+    ],
+)  # fmt: skip
+def test_errors_of_pack(function, arguments, text):
+    with pytest.raises(ValueError, match=text):
+        function(*arguments)
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [
@@ -141,6 +175,9 @@ def test_pack_and_unpack():
         ({"q_segment_ids": jnp.zeros(4, int)}, "q_segment_ids has no meaning for packed sequences"),
         ({"causal_alignment": "left"}, "causal_alignment must be one of 'top_left', 'bottom_right'; got 'left'"),
         ({"local_window_size": (-1, 0)}, "sizes must be >= 0"),
+        ({"is_causal": "no"}, "is_causal must be True or False"),
+        ({"mask": pf.Causal}, "mask is the class Causal"),
+        ({"cu_seqlens_q": np.array([0, 2**40])}, "cu_seqlens_q holds numbers beyond int32"),
     ],
 )  # fmt: skip
 def test_errors(arguments, text):

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from ...checks import pair_shape
 from ...problem import Operands, Problem, offset_of
-from ...scores import pair_shape
 from ...visits import Visits, kv_visits, q_visits
 from .forward import split
 from .tile_math import Loops, ScoreMaker, as_arrays, dot_chunks, load_rows, load_stats, result, visited, walk
@@ -81,7 +81,9 @@ def _d_read(p, x, saved, tile, interpret, number, q_axis, batch, head, q_tile, k
     dp = dot_chunks(do, v, p, interpret) if q_axis == 0 else dot_chunks(v, do, p, interpret)
     scores = score(products, *spans, jnp.zeros((1, 1), jnp.float32) if masked else None)
     ds, _ = score.d_products(scores, score.probabilities(scores.s, lse2), dp, delta)
-    return score.d_read(number, scores, ds, *spans)
+    d = score.d_read(number, scores, ds, *spans)
+    # Rows behind the last query have p = 0, but what they may see of a forbidden NaN would be summed.
+    return jnp.where(spans[0].row < p.q_len, d, 0.0) if p.q_len % tile.block_q else d
 
 
 def _pairs(

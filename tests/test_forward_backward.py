@@ -60,7 +60,7 @@ def compare_arrays(arrays, options, tier, kernels):
     if jax.default_backend() == "gpu" and arrays[0].dtype == jnp.float32 and options.get("precision") != "highest":
         floor = 1e-3
     if arrays[1].shape[1] == 1 or np.isfinite(want["lse"]).sum() < 32:
-        floor *= 3  # one key or a few rows: nothing averages, and XLA, without a matrix product, multiplies exactly
+        floor *= 5  # one key or a few rows: nothing averages, and XLA, without a matrix product, multiplies exactly
 
     def plain():
         with kernels():  # where it multiplies as the kernels do

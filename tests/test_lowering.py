@@ -40,6 +40,31 @@ def test_case_lowers(case):
         assert kernel in text
 
 
+def wide_values(jaxpr, in_kernel=False):
+    """Dtypes of 64 bits of the values inside kernels."""
+    for equation in jaxpr.eqns:
+        inside = in_kernel or equation.primitive.name == "pallas_call"
+        if in_kernel:
+            for v in equation.outvars:
+                if getattr(getattr(v.aval, "dtype", None), "itemsize", 0) > 4:
+                    yield f"{equation.primitive}: {v.aval}"
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from wide_values(inner, inside)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_x64_mode_leaves_kernels_in_32_bits(case):
+    """A number of 64 bits in a kernel is slow, and in inline assembly written for 32 it is garbage."""
+    function, arguments = gradient(case)
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
+    with jax.enable_x64(True), use_abstract_mesh(mesh):
+        traced = jax.jit(function).trace(*arguments)
+    found = sorted(set(wide_values(traced.jaxpr.jaxpr)))
+    assert not found, "; ".join(found)
+
+
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "NVIDIA B200"])
 def test_other_gpus(kind):
     case = next(c for c in BIG_CASES if c.name == "dim-128")

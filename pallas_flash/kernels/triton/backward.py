@@ -184,7 +184,11 @@ def _dkv_kernel(
 
     dk = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.head_dim, p.dtype))
     dv = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.v_head_dim, p.dtype))
-    dk, dv = one_head(0, (dk, dv)) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, (dk, dv))
+    dk, dv = (
+        one_head(0, (dk, dv))
+        if p.group == 1
+        else jax.lax.fori_loop(jnp.int32(0), jnp.int32(p.group), one_head, (dk, dv))
+    )
     scale = 1.0 if p.scale is None else p.scale
     store_rows(dk_ref, batch, kv_head, kv_start, tuple(g * scale for g in dk), p.kv_len)
     store_rows(dv_ref, batch, kv_head, kv_start, tuple(g * score.scale_of_kept for g in dv), p.kv_len)

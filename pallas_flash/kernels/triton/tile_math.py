@@ -81,6 +81,7 @@ def exp2_fma(x: jax.Array, factor: jax.Array, shift: jax.Array, interpret: bool)
 
 
 def _elementwise(asm: str, *args: jax.Array) -> jax.Array:
+    assert all(x.dtype == jnp.float32 for x in args), args  # in x64 mode jnp.where of two Python floats has 64 bits
     (y,) = plt.elementwise_inline_asm(
         asm,
         args=args,
@@ -213,8 +214,8 @@ class TritonSpan(Span):
 
     def _take_pairs(self, kv: TritonSpan, pairs: Any) -> jax.Array:
         batches, heads, q_len, kv_len = pairs.shape
-        batch = self.batch if batches > 1 else 0
-        head = self.head if heads > 1 else 0
+        batch = self.batch if batches > 1 else jnp.int32(0)
+        head = self.head if heads > 1 else jnp.int32(0)
         q_row = self.row if q_len > 1 else jnp.zeros((1, 1), jnp.int32)
         kv_row = kv.row if kv_len > 1 else jnp.zeros((1, 1), jnp.int32)
         shape = jnp.broadcast_shapes(q_row.shape, kv_row.shape)
@@ -224,7 +225,7 @@ class TritonSpan(Span):
         return values != 0 if values.dtype == _WIDE_BOOL else values
 
     def _look_up(self, table: Any, entry: jax.Array) -> jax.Array:
-        return plt.load(table.at[self.head if table.shape[0] > 1 else 0, entry])
+        return plt.load(table.at[self.head if table.shape[0] > 1 else jnp.int32(0), entry])
 
 
 _WIDE_BOOL = jnp.int16
@@ -338,7 +339,7 @@ class ScoreMaker:
         # cancels in the softmax until it overflows exp2. Logits so large differ by 0 or by more than exp2 can show:
         # for them the nearest power of two as unit, with which all products are exact, gives the same 0 or 1.
         exact = 2.0 ** math.ceil(math.log2(self.unit))
-        unit = jnp.where(jnp.abs(m) < 2.0**30 / self.unit, self.unit, exact)
+        unit = jnp.where(jnp.abs(m) < 2.0**30 / self.unit, jnp.float32(self.unit), jnp.float32(exact))
         return exp2_fma(s, unit[:, None], -(m * unit)[:, None], self.interpret)
 
     def probabilities(self, s: jax.Array, lse2: jax.Array) -> jax.Array:
@@ -410,10 +411,10 @@ def sanitise(values: Chunks) -> tuple[Chunks, jax.Array]:
     """
     bad = None
     for v in values:
-        here = jnp.where(_is_finite(v), 0.0, 1.0).max(axis=1)
+        here = (~_is_finite(v)).astype(jnp.float32).max(axis=1)
         bad = here if bad is None else jnp.maximum(bad, here)
     assert bad is not None
-    penalty = jnp.where(bad > 0, jnp.nan, 0.0)
+    penalty = jnp.where(bad > 0, jnp.float32(jnp.nan), jnp.float32(0.0))
     cleaned = tuple(jnp.where(_is_finite(v), v, jnp.zeros((), v.dtype)) for v in values)
     return cleaned, penalty[None, :]
 

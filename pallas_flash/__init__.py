@@ -6,21 +6,9 @@
 from .attention import dense_mask, explain, flash_attention
 from .devices import interpret
 from .dispatch import Plan, use_implementation
-from .masks import (
-    And,
-    Causal,
-    Chunked,
-    Dilated,
-    Full,
-    Lengths,
-    Mask,
-    Or,
-    Prefix,
-    Window,
-    mask,
-    static,
-)
+from .masks import And, Full, Mask, Or, mask, static
 from .pair_masks import BlockMap, Blocks, Dense
+from .position_masks import Causal, Chunked, Dilated, Lengths, Prefix, Window
 from .scores import Alibi, Bias, Chain, RelativeBias, Score, SoftCap, score
 from .softmax import merge
 from .spans import Range, Span, Tiles

@@ -7,6 +7,7 @@ a promise about work: which part of the other side a tile need look at, and wher
 Arrays in a mask have the batch (or 1) as their first axis.
 
 >>> import jax.numpy as jnp
+>>> from pallas_flash import Causal, Window
 >>> (Causal() & Window(left=1)).dense(3, 3)[0, 0].astype(int).tolist()
 [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 """
@@ -16,16 +17,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import Sizes, as_int_array, as_size, bounded, check_read, larger
+from .checks import Sizes, as_size, check_read, larger
 from .promotion import usual_promotion
-from .spans import EVERYTHING, HIGH, LOW, NO_PROMISE, Range, Span, Tiles, intersect, lib, unite
+from .spans import EVERYTHING, NO_PROMISE, Range, Span, Tiles, intersect, unite
 
 _T = TypeVar("_T")
 
@@ -135,6 +135,7 @@ class Mask:
     ) -> Any:
         """A matplotlib figure of the pairs that are allowed, and of the tiles that are skipped, tested or taken whole.
 
+        >>> from pallas_flash import Causal, Window
         >>> figure = (Causal() & Window(left=20)).draw(64, 64)
         >>> figure.axes[0].get_xlabel()
         'key'
@@ -143,14 +144,6 @@ class Mask:
 
         block_q, block_kv = as_size("block_q", block_q), as_size("block_kv", block_kv)
         return draw(self, (q_len, kv_len), (block_q, block_kv), q_offset, batch, head)
-
-
-def _chunk_bounds(tiles: Any, size: int) -> Range:
-    """Positions of the chunks that a tile touches; it sees all of one that it lies in."""
-    xp = lib(tiles.lo)
-    first, last = xp.asarray(tiles.lo) // size, (xp.asarray(tiles.hi) - 1) // size
-    lo, hi = first * size, (last + 1) * size
-    return Range(lo, xp.where(first == last, lo, HIGH), xp.where(first == last, hi, LOW), hi)
 
 
 def pairs_allowed(m: Mask, q: Span, kv: Span) -> jax.Array:
@@ -250,8 +243,29 @@ def _a_mask(other: Any) -> Mask:
     return other
 
 
+class _Two(Mask):
+    """What a conjunction and a disjunction have in common."""
+
+    a: Any
+    b: Any
+
+    def checked(self, sizes):
+        return type(self)(checked(self.a, sizes), checked(self.b, sizes))  # type: ignore[call-arg]
+
+    def batch_and_heads(self):
+        return tuple(map(larger, self.a.batch_and_heads(), self.b.batch_and_heads()))
+
+    @property
+    def has_holes(self):
+        return self.a.has_holes or self.b.has_holes
+
+    @property
+    def knows_tiles(self):
+        return self.a.knows_tiles and self.b.knows_tiles
+
+
 @mask
-class And(Mask):
+class And(_Two):
     """Pairs that both masks allow."""
 
     a: Any
@@ -259,12 +273,6 @@ class And(Mask):
 
     def allows(self, q, kv):
         return self.a.allows(q, kv) & self.b.allows(q, kv)
-
-    def checked(self, sizes):
-        return type(self)(checked(self.a, sizes), checked(self.b, sizes))
-
-    def batch_and_heads(self):
-        return tuple(map(larger, self.a.batch_and_heads(), self.b.batch_and_heads()))
 
     def kv_range(self, q):
         return intersect(self.a.kv_range(q), self.b.kv_range(q))
@@ -275,17 +283,9 @@ class And(Mask):
     def tile_states(self, q, kv):
         return jnp.minimum(self.a.tile_states(q, kv), self.b.tile_states(q, kv))
 
-    @property
-    def has_holes(self):
-        return self.a.has_holes or self.b.has_holes
-
-    @property
-    def knows_tiles(self):
-        return self.a.knows_tiles and self.b.knows_tiles
-
 
 @mask
-class Or(Mask):
+class Or(_Two):
     """Pairs that at least one mask allows."""
 
     a: Any
@@ -293,12 +293,6 @@ class Or(Mask):
 
     def allows(self, q, kv):
         return self.a.allows(q, kv) | self.b.allows(q, kv)
-
-    def checked(self, sizes):
-        return type(self)(checked(self.a, sizes), checked(self.b, sizes))
-
-    def batch_and_heads(self):
-        return tuple(map(larger, self.a.batch_and_heads(), self.b.batch_and_heads()))
 
     def kv_range(self, q):
         return unite(self.a.kv_range(q), self.b.kv_range(q))
@@ -308,14 +302,6 @@ class Or(Mask):
 
     def tile_states(self, q, kv):
         return jnp.maximum(self.a.tile_states(q, kv), self.b.tile_states(q, kv))
-
-    @property
-    def has_holes(self):
-        return self.a.has_holes or self.b.has_holes
-
-    @property
-    def knows_tiles(self):
-        return self.a.knows_tiles and self.b.knows_tiles
 
 
 @mask
@@ -330,165 +316,6 @@ class Full(Mask):
 
     def q_range(self, kv):
         return EVERYTHING
-
-
-@mask
-class Causal(Mask):
-    """Keys at or before the query's position."""
-
-    def allows(self, q, kv):
-        return kv.index <= q.index
-
-    def kv_range(self, q):
-        return Range(LOW, LOW, q.lo + 1, q.hi)
-
-    def q_range(self, kv):
-        return Range(kv.lo, kv.hi - 1, HIGH, HIGH)
-
-
-@mask
-class Window(Mask):
-    """Keys from ``left`` tokens before the position to ``right`` behind it, inclusive; None leaves a side open."""
-
-    left: int | None = static(default=None)
-    right: int | None = static(default=None)
-
-    def __post_init__(self):
-        for name in ("left", "right"):
-            side = getattr(self, name)
-            try:
-                side = None if side is None else operator.index(side)
-            except TypeError:
-                raise ValueError(f"{name} of mask Window must be an int or None; got {side!r}") from None
-            # Nothing is farther away than this; keeps position arithmetic inside int32.
-            object.__setattr__(self, name, None if side is None else max(-(2**29), min(side, 2**29)))
-
-    def allows(self, q, kv):
-        allowed = jnp.full((1, 1), True)
-        if self.left is not None:
-            allowed = allowed & (kv.index >= q.index - self.left)
-        if self.right is not None:
-            allowed = allowed & (kv.index <= q.index + self.right)
-        return allowed
-
-    def kv_range(self, q):
-        lo, full_lo = (LOW, LOW) if self.left is None else (q.lo - self.left, q.hi - 1 - self.left)
-        full_hi, hi = (HIGH, HIGH) if self.right is None else (q.lo + self.right + 1, q.hi + self.right)
-        return Range(lo, full_lo, full_hi, hi)
-
-    def q_range(self, kv):
-        lo, full_lo = (LOW, LOW) if self.right is None else (kv.lo - self.right, kv.hi - 1 - self.right)
-        full_hi, hi = (HIGH, HIGH) if self.left is None else (kv.lo + self.left + 1, kv.hi + self.left)
-        return Range(lo, full_lo, full_hi, hi)
-
-
-@mask
-class Prefix(Mask):
-    """The first ``length`` keys, for every query: ``Causal() | Prefix(n)`` is a prefix language model."""
-
-    length: Any  # int32 [B or 1]
-
-    def checked(self, sizes):
-        return Prefix(_checked_lengths("length of mask Prefix", self.length))
-
-    def allows(self, q, kv):
-        return kv.index < kv.per_batch(self.length)
-
-    def kv_range(self, q):
-        length = q.per_batch(self.length)
-        return Range(LOW, LOW, length, length)
-
-    def q_range(self, kv):
-        xp = lib(length := kv.per_batch(self.length))
-        return Range(
-            LOW,
-            xp.where(kv.hi <= length, LOW, HIGH),
-            xp.where(kv.hi <= length, HIGH, LOW),
-            xp.where(kv.lo < length, HIGH, LOW),
-        )
-
-
-@mask
-class Lengths(Mask):
-    """Padding: rows of each batch row from its length on neither see nor are seen.  None leaves a side alone.
-
-    ``q_len`` and ``kv_len`` are int arrays [B or 1], in rows of the arrays (not positions).
-    """
-
-    q_len: Any = None
-    kv_len: Any = None
-
-    def checked(self, sizes):
-        given = vars(self).items()
-        return Lengths(*(None if x is None else _checked_lengths(f"{name} of mask Lengths", x) for name, x in given))
-
-    def allows(self, q, kv):
-        allowed = jnp.full((1, 1), True)
-        if self.q_len is not None:
-            allowed = allowed & (q.row < q.per_batch(self.q_len))
-        if self.kv_len is not None:
-            allowed = allowed & (kv.row < kv.per_batch(self.kv_len))
-        return allowed
-
-    def kv_range(self, q):
-        return self._range(q, self.q_len, self.kv_len)
-
-    def q_range(self, kv):
-        return self._range(kv, self.kv_len, self.q_len)
-
-    @staticmethod
-    def _range(side, own_len, other_len):
-        bounds = EVERYTHING
-        if other_len is not None:
-            other_len = side.per_batch(other_len)
-            bounds = side.in_positions(Range(LOW, LOW, other_len, other_len))
-        if own_len is not None:
-            own_len = side.per_batch(own_len)
-            inside = side.row_hi <= own_len
-            begun = side.row_lo < own_len
-            xp = lib(own_len)
-            own = Range(LOW, xp.where(inside, LOW, HIGH), xp.where(inside, HIGH, LOW), xp.where(begun, HIGH, LOW))
-            bounds = intersect(bounds, own)
-        return bounds
-
-
-def _checked_lengths(name: str, lengths: Any) -> jax.Array:
-    lengths = bounded(as_int_array(name, lengths), -(2**29), 2**29)
-    if lengths.ndim > 1:
-        raise ValueError(f"{name} must have shape [batch or 1]; got {lengths.shape}")
-    return lengths
-
-
-@mask
-class Chunked(Mask):
-    """Positions in the same chunk of ``size``: with ``Causal() &`` before it, Llama 4's local layers."""
-
-    size: int = static()
-
-    def __post_init__(self):
-        object.__setattr__(self, "size", as_size("size of mask Chunked", self.size))
-
-    def allows(self, q, kv):
-        return q.index // self.size == kv.index // self.size
-
-    def kv_range(self, q):
-        return _chunk_bounds(q, self.size)
-
-    def q_range(self, kv):
-        return _chunk_bounds(kv, self.size)
-
-
-@mask
-class Dilated(Mask):
-    """Keys at a multiple of ``step`` from the position. No tile is skipped: each holds some."""
-
-    step: int = static()
-
-    def __post_init__(self):
-        object.__setattr__(self, "step", as_size("step of mask Dilated", self.step))
-
-    def allows(self, q, kv):
-        return (q.index - kv.index) % self.step == 0
 
 
 def all_of(masks: list[Mask]) -> Mask:

@@ -14,8 +14,9 @@ import numpy as np
 
 from . import dropout
 from .checks import Sizes, as_array, as_flag, as_int_array, as_number, bounded, one_of, pairwise
-from .masks import Causal, Lengths, Mask, Window, all_of, checked
+from .masks import Mask, all_of, checked
 from .pair_masks import Dense
+from .position_masks import Causal, Lengths, Window
 from .scores import Alibi, Bias, Read, Score, SoftCap, chain, checked_reads, listed
 from .token_masks import Segments
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from . import masks, pair_masks, scores, token_masks
+from . import masks, pair_masks, position_masks, scores, token_masks
 from .problem import Gradients, Operands, Output, Problem
 from .promotion import usual_promotion
 
@@ -169,7 +169,7 @@ def _is_known(part: Any) -> bool:
         return _is_known(part.a) and _is_known(part.b)
     if isinstance(part, pair_masks.BlockMap):
         return _is_known(part.mask)
-    modules = (masks, token_masks, pair_masks, scores)
+    modules = (masks, position_masks, token_masks, pair_masks, scores)
     return part is None or type(part).__module__ in {module.__name__ for module in modules}
 
 

@@ -16,6 +16,7 @@ ORDER = [
     "spans",
     "softmax",
     "masks",
+    "position_masks",
     "token_masks",
     "pair_masks",
     "visits",

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 from ...problem import Gradients, Operands, Output, Problem, offset_of
 from ...softmax import LOG2E
 from ...visits import Visits, kv_visits, q_visits
-from .forward import place, split
+from .grid import kv_grid, q_grid, split
 from .score_gradients import score_gradients
 from .tile_math import (
     Loops,
@@ -80,7 +80,7 @@ def _dq(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax
     return pl.pallas_call(
         functools.partial(_dq_kernel, p, tile, Loops.of(visits), interpret),
         out_shape=result(x, x.q.shape, x.q.dtype),
-        grid=(pl.cdiv(p.q_len, tile.block_q) * p.num_q_heads * p.batch,),
+        grid=(q_grid(p, tile).size,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
         interpret=interpret,
         name="flash_dq",
@@ -91,7 +91,7 @@ def _dq_kernel(
     p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, saved: Any, visits: Visits, dq_ref: Any
 ) -> None:
     do_ref, lse2_ref, delta_ref = saved
-    batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
+    batch, head, q_tile = q_grid(p, tile).place()
     kv_head, _ = split(head, p.group)
     q_start = q_tile * tile.block_q
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
@@ -126,7 +126,7 @@ def _dkv(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> tu
     return pl.pallas_call(
         functools.partial(_dkv_kernel, p, tile, Loops.of(visits), interpret),
         out_shape=(result(x, x.k.shape, x.k.dtype), result(x, x.v.shape, x.v.dtype)),
-        grid=(pl.cdiv(p.kv_len, tile.block_kv) * p.num_kv_heads * p.batch,),
+        grid=(kv_grid(p, tile).size,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
         interpret=interpret,
         name="flash_dkv",
@@ -145,8 +145,7 @@ def _dkv_kernel(
     dv_ref: Any,
 ) -> None:
     do_ref, lse2_ref, delta_ref = saved
-    # Under a causal mask the first keys are seen by the most queries: walked in order, heaviest first.
-    batch, kv_head, kv_tile = place(p.num_kv_heads, pl.cdiv(p.kv_len, tile.block_kv), reverse=False)
+    batch, kv_head, kv_tile = kv_grid(p, tile).place()
     kv_start = kv_tile * tile.block_kv
     k = load_rows(x.k, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=True)
     v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=True)

@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plt
 from ...problem import Operands, Output, Problem, offset_of
 from ...softmax import LN2, LOG2E, LOWEST
 from ...visits import Visits, kv_visits
+from .grid import q_grid, split
 from .tile_math import (
     Loops,
     ScoreMaker,
@@ -35,13 +36,12 @@ def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool, *, keep_
     """Output [B, T, N, Dv] in the inputs' dtype, natural-log lse [B, N, T] in float32, and the rest if it is kept."""
     p = problem
     visits = kv_visits(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
-    num_tiles = pl.cdiv(p.q_len, tile.block_q)
     o = result(x, (p.batch, p.q_len, p.num_q_heads, p.v_head_dim), x.q.dtype)
     lse = result(x, (p.batch, p.num_q_heads, p.q_len), jnp.float32)
     results = pl.pallas_call(
         functools.partial(_kernel, p, tile, Loops.of(visits), interpret),
         out_shape=(o, lse, o) if keep_rest else (o, lse),
-        grid=(num_tiles * p.num_q_heads * p.batch,),
+        grid=(q_grid(p, tile).size,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
         interpret=interpret,
         name="flash_forward",
@@ -60,7 +60,7 @@ def _kernel(
     lse_ref: Any,
     rest_ref: Any = None,
 ) -> None:
-    batch, head, q_tile = place(p.num_q_heads, pl.cdiv(p.q_len, tile.block_q))
+    batch, head, q_tile = q_grid(p, tile).place()
     kv_head, _ = split(head, p.group)
     q_start = q_tile * tile.block_q
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
@@ -107,20 +107,3 @@ def _kernel(
     lse = jnp.where(empty, -jnp.inf, m * (score.unit * LN2) + jnp.log(jnp.where(empty, 1.0, l)))
     rows = q_start + jax.lax.iota(jnp.int32, tile.block_q)
     plt.store(lse_ref.at[batch, head, pl.ds(q_start, tile.block_q)], lse, mask=rows < p.q_len)
-
-
-def place(num_heads: int, num_tiles: int, *, reverse: bool = True) -> tuple[Any, Any, Any]:
-    """(batch, head, tile) of this program: tiles fastest, so that the programs in flight share keys in L2.
-
-    ``reverse`` walks a head's tiles from the last, the heaviest of a causal mask: light tiles fill the end.
-    One grid axis, because CUDA's second and third stop at 65535.
-    """
-    rest, tile = split(pl.program_id(0), num_tiles)
-    batch, head = split(rest, num_heads)
-    return batch, head, (num_tiles - 1 - tile) if reverse else tile
-
-
-def split(index: Any, size: Any) -> tuple[Any, Any]:
-    """Quotient and remainder of an index that is never negative (jnp.divmod would test its sign)."""
-    size = jnp.int32(size)  # a bare int would be 64 bits wide in x64 mode
-    return jax.lax.div(index, size), jax.lax.rem(index, size)

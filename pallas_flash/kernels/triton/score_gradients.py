@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plt
 from ...checks import pair_shape
 from ...problem import Operands, Problem, offset_of
 from ...visits import Visits, kv_visits, q_visits
-from .forward import split
+from .grid import split
 from .tile_math import Loops, ScoreMaker, as_arrays, dot_chunks, load_rows, load_stats, result, visited, walk
 from .tiles import Tile
 

@@ -1,10 +1,14 @@
-"""``python -m benchmarks run | memory | list | report``: workloads x implementations, times with errors beside them."""
+"""``python -m benchmarks run | memory | sass | list | report``: workloads x implementations, times beside errors."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import pathlib
+import subprocess
+import sys
+import tempfile
 import time
 from typing import Any
 
@@ -83,7 +87,18 @@ def write_report(args: argparse.Namespace) -> None:
         report.insert(document)
 
 
+def sass(arguments: list[str]) -> int:
+    """See sass.py; the CPU is the backend, and XLA writes PTX down."""
+    with tempfile.TemporaryDirectory() as dump:
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_emitter_re=ptx"
+        environment = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": flags}
+        command = [sys.executable, "-m", "benchmarks.sass", "--dump", dump, *arguments]
+        return subprocess.call(command, env=os.environ | environment)
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["sass"]:
+        raise SystemExit(sass(sys.argv[2:]))
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("run", help="measure times")
@@ -102,6 +117,7 @@ def main() -> None:
     command.add_argument("--out", type=pathlib.Path)
     command.add_argument("--plot", type=pathlib.Path)
     command.set_defaults(run=memory)
+    commands.add_parser("sass", help="registers and spills, without a GPU; see python -m benchmarks sass --help")
     commands.add_parser("list", help="workloads and peers").set_defaults(run=show)
     command = commands.add_parser("report", help="tables from JSON")
     command.add_argument("results", nargs="*", type=pathlib.Path)

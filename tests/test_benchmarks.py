@@ -131,3 +131,12 @@ def test_unknown_names_are_refused():
     with pytest.raises(SystemExit, match="unknown peer 'nope'"):
         peers.find("nope")
     assert peers.find("triton,cudnn,torch") == ["triton", "jax.nn cudnn", "torch flash"]
+
+
+def test_machine_code_without_a_gpu(monkeypatch, capfd):
+    """Compiles where the CUDA plugin of JAX is installed, and says what to install where it is not."""
+    with pytest.raises(SystemExit) as ended:
+        invoke(monkeypatch, "sass", "--workloads", "smoke-causal")
+    printed = capfd.readouterr()
+    assert ended.value.code == 0 or "no ptxas among the installed packages: pip install" in printed.err
+    assert "flash_forward" in printed.out or ended.value.code == 1

@@ -104,11 +104,19 @@ class Mask:
         inner = {name: checked(x, sizes) for name, x in vars(self).items() if isinstance(x, Mask)}
         return dataclasses.replace(self, **inner) if inner else self  # type: ignore[type-var]
 
+    __array_ufunc__ = None  # numpy's arrays leave `array & mask` to the mask, which says what is wrong
+
     def __and__(self, other: Mask) -> Mask:
         return And(self, _a_mask(other))
 
     def __or__(self, other: Mask) -> Mask:
         return Or(self, _a_mask(other))
+
+    def __rand__(self, other: Any) -> Mask:
+        return And(_a_mask(other), self)
+
+    def __ror__(self, other: Any) -> Mask:
+        return Or(_a_mask(other), self)
 
     @usual_promotion
     def dense(self, q_len: int, kv_len: int, q_offset: Any = 0, *, batch: int = 1, heads: int = 1) -> jax.Array:
@@ -150,9 +158,17 @@ def pairs_allowed(m: Mask, q: Span, kv: Span) -> jax.Array:
     """What a mask allows of a tile.
 
     Raises:
-      TypeError: its ``allows`` returns anything but booleans.
+      TypeError: its ``allows`` returns anything but booleans that broadcast over the tile.
     """
     allowed = jnp.asarray(m.allows(q, kv))
+    try:
+        jnp.broadcast_shapes(allowed.shape, q.index.shape, kv.index.shape)
+    except ValueError:
+        tile = jnp.broadcast_shapes(q.index.shape, kv.index.shape)
+        raise TypeError(
+            f"{type(m).__name__}.allows must return booleans that broadcast over the tile {tile}, from q.index, "
+            f"kv.index and what spans read; got shape {allowed.shape}"
+        ) from None
     if allowed.dtype != jnp.bool_:
         raise TypeError(
             f"{type(m).__name__}.allows must return booleans (True = attend), got {allowed.dtype}; an additive mask "

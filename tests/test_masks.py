@@ -244,3 +244,22 @@ def test_sizes_beyond_int32_are_as_good_as_endless():
     for m in (pf.Chunked(2**31), pf.Blocks(jnp.ones((1, 1), bool), 10**12, 2**40), pf.Causal() | pf.Chunked(2**40)):
         assert m.dense(5, 7).all()
     assert pf.Dilated(2**40).dense(3, 3)[0, 0].astype(int).tolist() == np.eye(3, dtype=int).tolist()
+
+
+def test_an_array_combines_as_dense_only():
+    for array in (np.ones((3, 3), bool), jnp.ones((3, 3), bool)):
+        for combine in (lambda a, m: a & m, lambda a, m: m & a, lambda a, m: a | m, lambda a, m: m | a):
+            with pytest.raises(TypeError, match=r"an array goes in as Dense\(array\)"):
+                combine(array, pf.Causal())
+
+
+def test_allows_of_another_shape_is_refused():
+    @pf.mask
+    class Odd(pf.Mask):
+        def allows(self, q, kv):
+            return jnp.ones((7, 9), bool)
+
+    x = jnp.ones((1, 20, 2, 16))
+    for tier in ("triton", "xla"):
+        with pf.interpret(), pytest.raises(TypeError, match=r"Odd.allows must return .* got shape \(7, 9\)"):
+            pf.flash_attention(x, x, x, mask=Odd(), implementation=tier)

@@ -89,6 +89,12 @@ def pairwise(name: str, x: Any, batch_dims: tuple[int, ...], heads: int, q_len: 
     return x.reshape(math.prod(full[:-3]), *x.shape[-3:])
 
 
+def refuse_class(name: str, x: Any, base: type) -> None:
+    """Raises ValueError where a subclass of ``base`` stands for its instance."""
+    if isinstance(x, type) and issubclass(x, base):
+        raise ValueError(f"{name} is the class {x.__name__}; give an instance, {x.__name__}(...)")
+
+
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")

@@ -259,6 +259,7 @@ def _a_mask(other: Any) -> Mask:
     return other
 
 
+@mask
 class _Two(Mask):
     """What a conjunction and a disjunction have in common."""
 
@@ -284,9 +285,6 @@ class _Two(Mask):
 class And(_Two):
     """Pairs that both masks allow."""
 
-    a: Any
-    b: Any
-
     def allows(self, q, kv):
         return self.a.allows(q, kv) & self.b.allows(q, kv)
 
@@ -303,9 +301,6 @@ class And(_Two):
 @mask
 class Or(_Two):
     """Pairs that at least one mask allows."""
-
-    a: Any
-    b: Any
 
     def allows(self, q, kv):
         return self.a.allows(q, kv) | self.b.allows(q, kv)

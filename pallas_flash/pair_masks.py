@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import Sizes, as_array, as_size, larger, pairwise
+from .checks import Sizes, as_array, as_size, larger, pairwise, refuse_class
 from .masks import Mask, by_itself, checked, mask, static, tile_states
 from .promotion import usual_promotion
 from .spans import HIGH, LOW, Range, Tiles, hull
@@ -183,8 +183,7 @@ class BlockMap(Mask):
                 f"{q_offset!r:.80}"
             )
         q_offset = int(q_offset)
-        m = mask if isinstance(mask, Mask) else Dense(as_array("the mask of a BlockMap", mask, "a Mask or an array"))
-        m, sizes = by_itself(m, q_len, kv_len, q_offset, batch, heads)
+        m, sizes = by_itself(as_mask("the mask of a BlockMap", mask), q_len, kv_len, q_offset, batch, heads)
         q, kv = Tiles(q_len, block_q, q_offset), Tiles(kv_len, block_kv, other_offset=q_offset)
         states = tile_states(m, q, kv) if m.knows_tiles else _looked_at(m, sizes, q, kv)
         return cls(m, states, block_q, block_kv, q_len, kv_len, q_offset)
@@ -222,6 +221,16 @@ class BlockMap(Mask):
     @property
     def has_holes(self):
         return True
+
+
+def as_mask(name: str, m: Any) -> Mask:
+    """A mask, or a boolean array as one.
+
+    Raises:
+      ValueError: neither.
+    """
+    refuse_class("mask", m, Mask)
+    return m if isinstance(m, Mask) else Dense(as_array(name, m, "a Mask or an array"))
 
 
 def _leading(array: Any) -> tuple[int, int]:

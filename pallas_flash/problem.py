@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import dropout
-from .checks import Sizes, as_array, as_flag, as_int_array, as_number, bounded, one_of, pairwise
+from .checks import Sizes, as_array, as_flag, as_int_array, as_number, bounded, one_of, pairwise, refuse_class
 from .masks import Mask, all_of, checked
 from .pair_masks import Dense
 from .position_masks import Causal, Lengths, Window
@@ -180,8 +180,7 @@ def describe(
     sizes = Sizes(batch, num_q_heads, q_len, kv_len, static_offset)
     masks += [m.checked(sizes) for m in _segments(q_segment_ids, kv_segment_ids, batch_dims, q_len, kv_len)]
     target = (batch_dims, num_q_heads, q_len, kv_len)
-    if isinstance(mask, type) and issubclass(mask, Mask):
-        raise ValueError(f"mask is the class {mask.__name__}; give an instance, {mask.__name__}(...)")
+    refuse_class("mask", mask, Mask)
     if isinstance(mask, Mask):
         masks.append(checked(mask, sizes))
     elif mask is not None:

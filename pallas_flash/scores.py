@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import Sizes, as_array, as_number, check_read
+from .checks import Sizes, as_array, as_number, check_read, refuse_class
 from .masks import mask, static
 from .spans import Span
 
@@ -189,8 +189,7 @@ def listed(score: Any) -> list[Score]:
     """
     found = [] if score is None else list(score) if isinstance(score, (list, tuple)) else [score]
     for s in found:
-        if isinstance(s, type) and issubclass(s, Score):
-            raise ValueError(f"score is the class {s.__name__}; give an instance, {s.__name__}(...)")
+        refuse_class("score", s, Score)
         if not isinstance(s, Score):
             raise ValueError(f"score must be a pallas_flash.Score or a list of them; got {type(s).__name__}")
         if any(leaf is s for leaf in jax.tree.leaves(s)):

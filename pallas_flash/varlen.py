@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from .attention import flash_attention
 from .checks import as_array, as_flag, as_int_array, as_size, bounded, one_of
-from .masks import Mask
-from .pair_masks import Dense
+from .pair_masks import as_mask
 from .problem import window_of
 from .promotion import usual_promotion
 from .spans import places
@@ -80,9 +79,8 @@ def varlen_attention(
     left, right = window.left, 0 if as_flag("is_causal", is_causal) else window.right
     ranges = key_ranges(cu_q, cu_k, jnp.shape(query)[0], left, right, bottom_right=causal_alignment == "bottom_right")
     mask = options.pop("mask", None)
-    if isinstance(mask, type):
-        raise ValueError(f"mask is the class {mask.__name__}; give an instance, {mask.__name__}(...)")
-    return flash_attention(query, key, value, options.pop("bias", None), _and(ranges, mask), **options)
+    whole = ranges if mask is None else ranges & as_mask("mask", mask)
+    return flash_attention(query, key, value, options.pop("bias", None), whole, **options)
 
 
 def key_ranges(
@@ -166,9 +164,3 @@ def _offsets(name: str, x: Any, sequences: int = 1) -> jax.Array:
     if x.ndim != 1 or x.size <= sequences:
         raise ValueError(f"{name} must have shape [sequences + 1]; got shape {x.shape}")
     return bounded(x, 0, 2**29)
-
-
-def _and(ranges: KeyRanges, mask: Any) -> Any:
-    if mask is None:
-        return ranges
-    return ranges & (mask if isinstance(mask, Mask) else Dense(mask))

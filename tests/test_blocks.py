@@ -11,22 +11,14 @@ from pallas_flash.visits import kv_visits, q_visits
 
 from .accuracy import normal
 from .cases import Strided
-from .test_masks import ALL, KV, Q
+from .programs import equations
+from .test_masks import ALL, KV, Q, of_tiles
 
 SIZES = 150, 131
 
 
 def blocks(*shape, keep=0.4):
     return jnp.asarray(np.random.default_rng(3).random(shape) < keep)
-
-
-def of_tiles(allowed, block_q, block_kv):
-    """Whether some and whether all pairs of each tile are allowed."""
-    edges = [np.arange(0, size, block) for size, block in zip(allowed.shape[-2:], (block_q, block_kv))]
-    return [
-        np.asarray(ufunc.reduceat(ufunc.reduceat(allowed, edges[0], -2), edges[1], -1))
-        for ufunc in (np.logical_or, np.logical_and)
-    ]
 
 
 @pytest.mark.parametrize("tile", [(32, 16), (16, 32), (64, 64), (48, 24), (256, 256)], ids=str)
@@ -64,16 +56,8 @@ def test_a_map_of_any_mask_is_sound(name):
 
 def largest(f, *args):
     """Elements of the largest array that a function makes, in whatever loop."""
-
-    def sizes(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield from (v.aval.size for v in eqn.outvars if hasattr(v.aval, "size"))
-            for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from sizes(inner)
-
-    return max(sizes(jax.make_jaxpr(f)(*args).jaxpr))
+    made = (v.aval for e, _ in equations(jax.make_jaxpr(f)(*args)) for v in e.outvars)
+    return max(aval.size for aval in made if hasattr(aval, "size"))
 
 
 def test_memory_of_a_map():

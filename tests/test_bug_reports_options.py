@@ -13,9 +13,9 @@ from pallas_flash.visits import kv_visits, q_visits
 
 from .accuracy import error, normal, oracle
 from .cases import Case
+from .programs import equations, kernels_in
 from .test_bug_reports import TIER, small_and_real
 from .test_forward_backward import compare_arrays, run
-from .test_transforms import kernels_in
 
 everywhere, gpu = pytest.mark.everywhere, pytest.mark.gpu
 IMPLEMENTATIONS = [TIER, "xla", "xla_chunked"]
@@ -276,16 +276,11 @@ def test_br_113_an_array_that_is_causal_costs_no_more_tiles(visits, blocks):
     assert window <= causal / 3
 
 
-def kernel_calls(jaxpr, in_loop=False):
+def kernel_calls(jaxpr):
     """(shape of the first result, whether a loop runs it) of each kernel in a program."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name = equation.primitive.name
-        if name == "pallas_call":
-            yield equation.outvars[0].aval.shape, in_loop
-            continue
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                yield from kernel_calls(inner, in_loop or name in ("scan", "while"))
+    for equation, around in equations(jaxpr):
+        if equation.primitive.name == "pallas_call":
+            yield equation.outvars[0].aval.shape, bool({"scan", "while"} & set(around))
 
 
 def test_br_118_vmap_of_a_gradient_is_no_loop():

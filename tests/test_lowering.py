@@ -8,6 +8,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 import pallas_flash as pf
 
 from .cases import BIG_CASES, CASES
+from .programs import equations, kernels_in
 
 
 def lower(function, *arguments, kind="NVIDIA H200"):
@@ -40,18 +41,13 @@ def test_case_lowers(case):
         assert kernel in text
 
 
-def wide_values(jaxpr, in_kernel=False):
-    """Dtypes of 64 bits of the values inside kernels."""
-    for equation in jaxpr.eqns:
-        inside = in_kernel or equation.primitive.name == "pallas_call"
-        if in_kernel:
+def wide_values(jaxpr):
+    """Primitives and types of the values of 64 bits inside kernels."""
+    for equation, around in equations(jaxpr):
+        if "pallas_call" in around:
             for v in equation.outvars:
                 if getattr(getattr(v.aval, "dtype", None), "itemsize", 0) > 4:
                     yield f"{equation.primitive}: {v.aval}"
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from wide_values(inner, inside)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -61,7 +57,8 @@ def test_x64_mode_leaves_kernels_in_32_bits(case):
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
     with jax.enable_x64(True), use_abstract_mesh(mesh):
         traced = jax.jit(function).trace(*arguments)
-    found = sorted(set(wide_values(traced.jaxpr.jaxpr)))
+    assert len(kernels_in(traced.jaxpr)) >= 3
+    found = sorted(set(wide_values(traced.jaxpr)))
     assert not found, "; ".join(found)
 
 

@@ -123,6 +123,15 @@ def test_structured_masks_skip_work():
     assert work(pf.Lengths(None, jnp.array([64], jnp.int32))) == (tiles * 4, 0)
 
 
+def of_tiles(allowed, block_q, block_kv):
+    """Whether some and whether all pairs of each tile are allowed."""
+    edges = [np.arange(0, size, block) for size, block in zip(allowed.shape[-2:], (block_q, block_kv))]
+    return [
+        np.asarray(ufunc.reduceat(ufunc.reduceat(allowed, edges[0], -2), edges[1], -1))
+        for ufunc in (np.logical_or, np.logical_and)
+    ]
+
+
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 @pytest.mark.parametrize("offset", [0, -7])
 def test_masks_with_holes_list_exactly_the_tiles_that_they_allow(blocks, offset):
@@ -136,10 +145,7 @@ def test_masks_with_holes_list_exactly_the_tiles_that_they_allow(blocks, offset)
         for find, last, own, other in ((kv_visits, (Q, KV), *blocks), (q_visits, (KV, Q), *blocks[::-1])):
             visits = find(mask, Q, KV, *blocks, offset)
             pairs = allowed if find is kv_visits else allowed.swapaxes(-1, -2)
-            tiles = [-(-n // block) for n, block in zip(last, (own, other))]
-            edges = [np.arange(count) * block for count, block in zip(tiles, (own, other))]
-            some = np.logical_or.reduceat(np.logical_or.reduceat(pairs, edges[0], -2), edges[1], -1)
-            every = np.logical_and.reduceat(np.logical_and.reduceat(pairs, edges[0], -2), edges[1], -1)
+            some, every = of_tiles(pairs, own, other)
             if last[1] % other:
                 every[..., -1] = False
             states = np.asarray(visits.states)

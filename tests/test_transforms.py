@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_flash as pf
 
+from .programs import kernels_in
+
 Q, K, V = (jax.random.normal(jax.random.key(i), (2, 20, n, 8)) for i, n in enumerate((4, 2, 2)))
 
 
@@ -92,21 +94,6 @@ def test_scan_while_and_cond():
     chosen = jax.jit(lambda p: jax.lax.cond(p, lambda: attend(Q, K, V), lambda: Q))
     close(chosen(True), plain(Q, K, V))
     close(chosen(False), Q)
-
-
-def kernels_in(jaxpr):
-    """Names of the kernels in a program, once for every call."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    found = []
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            found.append(str(equation.params.get("name") or equation.params["name_and_src_info"].name))
-            continue
-        inner = [p for p in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))]
-        for p in inner:
-            if hasattr(getattr(p, "jaxpr", p), "eqns"):
-                found += kernels_in(p)
-    return sorted(found)
 
 
 def test_remat_saves_the_named_results():

@@ -19,11 +19,10 @@ from ...problem import Gradients, Operands, Output, Problem, offset_of
 from ...softmax import LOG2E
 from ...visits import Visits, kv_visits, q_visits
 from .grid import kv_grid, q_grid, split
+from .loops import Loops, as_arrays, walk
 from .score_gradients import score_gradients
 from .tile_math import (
-    Loops,
     ScoreMaker,
-    as_arrays,
     chunks_of,
     dot,
     dot_chunks,
@@ -33,7 +32,6 @@ from .tile_math import (
     result,
     sanitise,
     store_rows,
-    walk,
 )
 from .tiles import Tile
 

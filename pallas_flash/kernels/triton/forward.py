@@ -14,10 +14,9 @@ from ...problem import Operands, Output, Problem, offset_of
 from ...softmax import LN2, LOG2E, LOWEST
 from ...visits import Visits, kv_visits
 from .grid import q_grid, split
+from .loops import Loops, as_arrays, walk
 from .tile_math import (
-    Loops,
     ScoreMaker,
-    as_arrays,
     chunks_of,
     dot,
     dot_chunks,
@@ -27,7 +26,6 @@ from .tile_math import (
     result,
     sanitise,
     store_rows,
-    walk,
 )
 from .tiles import Tile
 

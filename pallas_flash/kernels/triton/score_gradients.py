@@ -20,7 +20,8 @@ from ...checks import pair_shape
 from ...problem import Operands, Problem, offset_of
 from ...visits import Visits, kv_visits, q_visits
 from .grid import split
-from .tile_math import Loops, ScoreMaker, as_arrays, dot_chunks, load_rows, load_stats, result, visited, walk
+from .loops import Loops, as_arrays, visited, walk
+from .tile_math import ScoreMaker, dot_chunks, load_rows, load_stats, result
 from .tiles import Tile
 
 _ENTRIES = 4096  # of a table, that all the programs of one head may write together beyond one table

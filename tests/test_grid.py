@@ -30,6 +30,11 @@ def problem(batch, length, heads, kv_heads, dim, **options):
     return found[0]
 
 
+def documents(batch, length):
+    """Segment ids; heads take turns by their being there, whatever they hold."""
+    return jnp.zeros((batch, length), jnp.int32)
+
+
 def order(g, monkeypatch):
     """(batch, head, tile) of every program, as rows of an array."""
     monkeypatch.setattr(grid.pl, "program_id", lambda axis: jnp.arange(g.size, dtype=jnp.int32))
@@ -38,9 +43,10 @@ def order(g, monkeypatch):
 
 @pytest.mark.parametrize("make", [grid.q_grid, grid.kv_grid])
 @pytest.mark.parametrize("sizes", [(3, 200, 6, 2), (1, 64, 1, 1), (5, 1000, 7, 7)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
-def test_every_tile_has_one_program(make, sizes, packed, monkeypatch):
-    p = problem(*sizes, 64, is_causal=True, q_segment_ids=documents(*sizes[:2]) if packed else None)
+def test_every_tile_has_one_program(make, sizes, causal, packed, monkeypatch):
+    p = problem(*sizes, 64, is_causal=causal, q_segment_ids=documents(*sizes[:2]) if packed else None)
     g = make(p, TILE)
     found = order(g, monkeypatch)
     heads = p.num_q_heads if make is grid.q_grid else p.num_kv_heads
@@ -64,25 +70,21 @@ DOCUMENTS = jnp.asarray(np.repeat(np.arange(8), (5000, 300, 2700, 1024, 4096, 10
 @pytest.mark.parametrize(
     "make, find", [(grid.q_grid, kv_tile_ranges), (grid.kv_grid, q_tile_ranges)], ids=["queries", "keys"]
 )
-def test_heavy_tiles_are_not_left_for_the_end(make, find, monkeypatch):
-    length = 16384
-    p = problem(1, length, 16, 16, 128, is_causal=True, q_segment_ids=DOCUMENTS)
-    mask = pf.Causal() & pf.Segments(DOCUMENTS, DOCUMENTS)
+@pytest.mark.parametrize("name", ["documents", "causal-4k", "causal-1k", "causal-16k"])
+def test_heavy_tiles_are_not_left_for_the_end(name, make, find, monkeypatch):
+    batch, length = {"documents": (1, 16384), "causal-4k": (4, 4096), "causal-1k": (16, 1024)}.get(name, (1, 16384))
+    p = problem(batch, length, 16, 16, 128, is_causal=True, q_segment_ids=documents(batch, length))
+    mask = pf.Causal() & pf.Segments(DOCUMENTS, DOCUMENTS) if name == "documents" else pf.Causal()
     first, _, _, end = np.moveaxis(np.asarray(find(mask, length, length, 64, 64, 0))[0, 0], -1, 0)
     g = make(p, TILE)
     taken = [time_of((end - first + 1)[order(by, monkeypatch)[:, 2]].tolist()) for by in (g, g._replace(together=1))]
-    assert taken[0] < 1.04 and taken[0] < taken[1], taken
-
-
-def documents(batch, length):
-    return jnp.zeros((batch, length), jnp.int32)
+    assert taken[0] < 1.04 and taken[0] <= taken[1] + 0.003, taken
 
 
 def test_how_many_heads_take_turns():
-    """Bounded by what L2 keeps, a divisor of the rows; one by one where the place tells what a tile weighs."""
+    """Bounded by what L2 keeps, a divisor of the rows; head after head without documents."""
     for (batch, length, heads), together in {(1, 16384, 16): 16, (1, 131072, 16): 4, (3, 16384, 7): 7}.items():
-        ids = documents(batch, length)
-        p = problem(batch, length, heads, heads, 128, is_causal=True, q_segment_ids=ids)
+        p = problem(batch, length, heads, heads, 128, is_causal=True, q_segment_ids=documents(batch, length))
         assert grid.q_grid(p, TILE).together == together
-        p = problem(batch, length, heads, heads, 128, is_causal=True)
-        assert grid.q_grid(p, TILE).together == 1
+        assert grid.q_grid(problem(batch, length, heads, heads, 128, is_causal=True), TILE).together == 1
+    assert grid.q_grid(problem(1, 16384, 16, 16, 128), TILE).together == 1

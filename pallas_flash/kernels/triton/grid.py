@@ -36,11 +36,11 @@ class Grid(NamedTuple):
         Programs of one head read the same bytes, one after the other, from L2 if they have not left it. With g heads
         by turns, 264 programs in flight and their places spread evenly, g * (g * walked / 264) bytes are read in
         between: at most 8 MB, a sixth of the L2 of an H200, so that g squared stays below 2**31 / walked. Only packed
-        documents gain by it: measured, plain causal rows lose 3 to 5 percent (docs/performance.md).
+        documents take turns: plain causal rows gained nothing by it when measured (docs/performance.md).
         """
         rows = p.batch * heads
-        most = min(rows, math.isqrt(_REACH // max(1, walked)))
-        together = next(g for g in range(most if p.packed else 1, 0, -1) if rows % g == 0) if most else 1
+        most = min(rows, math.isqrt(_REACH // max(1, walked))) if p.packed else 1
+        together = next(g for g in range(max(1, most), 0, -1) if rows % g == 0)
         return cls(p.batch, heads, tiles, heavy_last, together)
 
     @property

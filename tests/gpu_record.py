@@ -22,6 +22,10 @@ class Recorder:
         self.seconds = collections.Counter()
         self.random: dict[int, int] = {}  # examples of each seed
 
+    def pytest_collectreport(self, report):
+        if report.failed:  # a file that could not be read holds no failed test, and is no success
+            self.failed.append(report.nodeid)
+
     def pytest_runtest_logreport(self, report):
         self.seconds[report.nodeid] += report.duration
         if report.failed:
@@ -60,7 +64,8 @@ def main() -> int:
     record = {
         **report.provenance(),
         "command": "python3 -m tests.gpu_record " + " ".join(sys.argv[1:]),
-        "complete": code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),  # or interrupted before the end
+        # or interrupted before the end, or never begun
+        "complete": recorder.passed > 0 and code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
         "passed": recorder.passed,
         "failed": recorder.failed,
         "skipped": recorder.skipped,

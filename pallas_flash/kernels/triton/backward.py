@@ -22,6 +22,7 @@ from .grid import kv_grid, q_grid, split
 from .loops import Loops, as_arrays, walk
 from .score_gradients import score_gradients
 from .tile_math import (
+    Chunks,
     ScoreMaker,
     chunks_of,
     dot,
@@ -32,6 +33,7 @@ from .tile_math import (
     result,
     sanitise,
     store_rows,
+    store_stats,
 )
 from .tiles import Tile
 
@@ -42,17 +44,14 @@ def backward(
     """All gradients, from the cotangents of o [B, T, N, Dv] and of lse [B, N, T]."""
     p = problem
     do = do.astype(x.q.dtype)
-    # The cotangent of lse enters each score's gradient as p * dlse, so it joins delta (FlashAttention-4 does the same).
-    o = out.o.astype(jnp.float32) if out.rest is None else out.o.astype(jnp.float32) + out.rest.astype(jnp.float32)
-    delta = jnp.einsum("btnd,btnd->bnt", o, do.astype(jnp.float32)) - dlse
     # +inf makes every probability of an empty row exactly 0. Where float32 no longer resolves a logit, lse is moved up
     # by more than its rounding, so that no probability overflows.
     empty = jnp.isneginf(out.lse)
     lse2 = jnp.where(empty, 0.0, out.lse) * LOG2E
     lse2 = jnp.where(jnp.abs(lse2) < 2.0**24, lse2, lse2 + jnp.abs(lse2) * 2.0**-22)
     lse2 = jnp.where(empty, jnp.inf, lse2)
+    dq, delta = _dq(p, x, (do, lse2, dlse, out.o, out.rest), tiles["dq"], interpret)
     saved = (do, lse2, delta)
-    dq = _dq(p, x, saved, tiles["dq"], interpret)
     dk, dv = _dkv(p, x, saved, tiles["dkv"], interpret)
     dscale = None
     if x.scale is not None:
@@ -73,11 +72,12 @@ def _dsinks(sinks: jax.Array, out: Output, do: jax.Array, dlse: jax.Array) -> ja
     return -jnp.sum(p * delta, (0, 2))
 
 
-def _dq(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax.Array:
+def _dq(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """dq, and delta [B, N, T] for the kernels that follow: do is here already, one of its own would read it again."""
     visits = kv_visits(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
     return pl.pallas_call(
         functools.partial(_dq_kernel, p, tile, Loops.of(visits), interpret),
-        out_shape=result(x, x.q.shape, x.q.dtype),
+        out_shape=(result(x, x.q.shape, x.q.dtype), result(x, (p.batch, p.num_q_heads, p.q_len), jnp.float32)),
         grid=(q_grid(p, tile).size,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
         interpret=interpret,
@@ -86,18 +86,31 @@ def _dq(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> jax
 
 
 def _dq_kernel(
-    p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, saved: Any, visits: Visits, dq_ref: Any
+    p: Problem,
+    tile: Tile,
+    loops: Loops,
+    interpret: bool,
+    x: Operands,
+    saved: Any,
+    visits: Visits,
+    dq_ref: Any,
+    delta_ref: Any,
 ) -> None:
-    do_ref, lse2_ref, delta_ref = saved
+    do_ref, lse2_ref, dlse_ref, o_ref, rest_ref = saved
     batch, head, q_tile = q_grid(p, tile).place()
     kv_head, _ = split(head, p.group)
     q_start = q_tile * tile.block_q
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
     do = load_rows(do_ref, batch, head, q_start, tile.block_q, p.q_len, check=True)
+    # The cotangent of lse enters each score's gradient as p * dlse, so it joins delta (FlashAttention-4 does the same).
+    delta = -load_stats(dlse_ref, batch, head, q_start, tile.block_q, p.q_len, 0.0)
+    for part in (o_ref, rest_ref):
+        if part is not None:
+            delta += _row_sums(load_rows(part, batch, head, q_start, tile.block_q, p.q_len, check=True), do)
+    store_stats(delta_ref, batch, head, q_start, delta, p.q_len)
     if tile.registers:
         q, do = in_registers(q, p, interpret), in_registers(do, p, interpret)
     lse2 = load_stats(lse2_ref, batch, head, q_start, tile.block_q, p.q_len, jnp.inf)
-    delta = load_stats(delta_ref, batch, head, q_start, tile.block_q, p.q_len, 0.0)
     score = ScoreMaker(p, x, q_axis=0, interpret=interpret)
 
     def step(j, dq, masked):
@@ -117,6 +130,11 @@ def _dq_kernel(
     dq = walk(loops, visits, (batch, head, q_tile), step, dq)
     scale = 1.0 if p.scale is None else p.scale
     store_rows(dq_ref, batch, head, q_start, tuple(g * scale for g in dq), p.q_len)
+
+
+def _row_sums(a: Chunks, b: Chunks) -> jax.Array:
+    """Of the products, row by row, in float32."""
+    return sum((c.astype(jnp.float32) * d.astype(jnp.float32)).sum(axis=1) for c, d in zip(a, b, strict=True))
 
 
 def _dkv(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> tuple[jax.Array, jax.Array]:

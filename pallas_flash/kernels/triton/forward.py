@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -26,6 +25,7 @@ from .tile_math import (
     result,
     sanitise,
     store_rows,
+    store_stats,
 )
 from .tiles import Tile
 
@@ -103,5 +103,4 @@ def _kernel(
         rest = tuple(c - c.astype(o_ref.dtype).astype(jnp.float32) for c in o)
         store_rows(rest_ref, batch, head, q_start, rest, p.q_len)
     lse = jnp.where(empty, -jnp.inf, m * (score.unit * LN2) + jnp.log(jnp.where(empty, 1.0, l)))
-    rows = q_start + jax.lax.iota(jnp.int32, tile.block_q)
-    plt.store(lse_ref.at[batch, head, pl.ds(q_start, tile.block_q)], lse, mask=rows < p.q_len)
+    store_stats(lse_ref, batch, head, q_start, lse, p.q_len)

@@ -173,6 +173,13 @@ def load_stats(ref: Any, batch: Any, head: Any, start: Any, block: int, length: 
     return plt.load(view, mask=start + _iota(block) < length, other=jnp.float32(other))
 
 
+def store_stats(ref: Any, batch: Any, head: Any, start: Any, values: jax.Array, length: int) -> None:
+    """The opposite of :func:`load_stats`; what is behind the length stays unwritten."""
+    block = values.shape[0]
+    inside = None if length % block == 0 else start + _iota(block) < length
+    plt.store(ref.at[batch, head, pl.ds(start, block)], values, mask=inside)
+
+
 def _iota(size: int) -> jax.Array:
     return jax.lax.iota(jnp.int32, size)
 

@@ -134,7 +134,8 @@ def _dq_kernel(
 
 def _row_sums(a: Chunks, b: Chunks) -> jax.Array:
     """Of the products, row by row, in float32."""
-    return sum((c.astype(jnp.float32) * d.astype(jnp.float32)).sum(axis=1) for c, d in zip(a, b, strict=True))
+    sums = [(c.astype(jnp.float32) * d.astype(jnp.float32)).sum(axis=1) for c, d in zip(a, b, strict=True)]
+    return functools.reduce(jnp.add, sums)
 
 
 def _dkv(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> tuple[jax.Array, jax.Array]:

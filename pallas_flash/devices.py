@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Iterator
 
 import jax
 
-_interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("pallas_flash_interpret", default=False)
+# JAX keeps such a context beside the shapes: what was compiled outside it is not taken for what is called inside.
+_interpreting = jax.make_user_context(False)
 
 # Bytes of shared memory that one block may ask for (CUDA C++ Programming Guide, table of technical specifications).
 _SHARED_MEMORY = {(8, 0): 166_912, (8, 6): 101_376, (8, 7): 166_912, (8, 9): 101_376, (9, 0): 232_448}
@@ -51,7 +51,7 @@ def current() -> Device:
     An abstract mesh with an abstract device (for lowering without a GPU) wins over ``jax.default_device``, which wins
     over the default backend.
     """
-    interpreting = _interpreting.get()
+    interpreting = _interpreting.value
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if abstract is not None:
         kind = abstract.device_kind
@@ -92,8 +92,5 @@ def interpret() -> Iterator[None]:
     ...     pallas_flash.flash_attention(q, q, q, implementation="triton").shape
     (1, 4, 1, 16)
     """
-    token = _interpreting.set(True)
-    try:
+    with _interpreting(True):
         yield
-    finally:
-        _interpreting.reset(token)

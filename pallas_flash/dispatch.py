@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
+
+import jax
 
 from . import devices
 from .devices import Device
@@ -19,7 +20,7 @@ NAMES = (*TIERS, *PLAIN)
 
 Implementation = str | Sequence[str] | None
 
-_default: contextvars.ContextVar[Implementation] = contextvars.ContextVar("pallas_flash_implementation", default=None)
+_default = jax.make_user_context(None)  # an Implementation; JAX keeps it beside the shapes of what it compiled
 _warned: set[str] = set()
 
 
@@ -50,7 +51,7 @@ def select(problem: Problem, implementation: Implementation) -> Plan:
       ValueError: an unknown name.
     """
     device = devices.current()
-    named = implementation if implementation is not None else _default.get()
+    named = implementation if implementation is not None else _default.value
     order = _order(named)
     refusals = []
     for name in order:
@@ -99,7 +100,9 @@ def _order(named: Implementation) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def use_implementation(implementation: Implementation) -> Iterator[None]:
-    """Sets the default ``implementation`` of calls traced inside, in the manner of PyTorch's ``sdpa_kernel``.
+    """Sets the default ``implementation`` of calls inside, in the manner of PyTorch's ``sdpa_kernel``.
+
+    A function that ``jax.jit`` compiled outside is compiled anew inside.
 
     >>> import jax.numpy as jnp, pallas_flash
     >>> q = jnp.ones((1, 4, 1, 16))
@@ -108,11 +111,10 @@ def use_implementation(implementation: Implementation) -> Iterator[None]:
     xla
     """
     _order(implementation)
-    token = _default.set(implementation)
-    try:
+    with _default(
+        implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
+    ):
         yield
-    finally:
-        _default.reset(token)
 
 
 def _warn_if_quadratic(plan: Plan) -> None:

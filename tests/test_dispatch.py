@@ -199,3 +199,22 @@ def test_the_day_the_backend_is_gone(monkeypatch, on):
     monkeypatch.setattr(dispatch.TIERS["triton"], "_MISSING", "the installed JAX 9.9 has no Triton backend")
     with pytest.raises(NotImplementedError, match="has no Triton backend"):
         pf.explain(X, X, X, implementation="triton")
+
+
+def test_contexts_reach_what_is_compiled_already():
+    """A compiled function called inside a context must not answer from before it."""
+    q = jnp.ones((1, 4, 1, 16))
+    traced = []
+
+    @jax.jit
+    def attend(q):
+        traced.append(pf.explain(q, q, q).forward)
+        return pf.flash_attention(q, q, q)
+
+    attend(q)
+    with pf.use_implementation("triton"), pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        attend(q)
+    with pf.use_implementation(["triton"]), pf.interpret():
+        attend(q)
+    attend(q)
+    assert traced[:2] == ["xla", "triton"] and set(traced[2:]) <= {"xla"}

@@ -4,6 +4,7 @@
 """
 
 from .attention import dense_mask, explain, flash_attention
+from .autotune import autotune
 from .devices import interpret
 from .dispatch import Plan, use_implementation
 from .masks import And, Full, Mask, Or, mask, static
@@ -12,6 +13,7 @@ from .position_masks import Causal, Chunked, Dilated, Lengths, Prefix, Window
 from .scores import Alibi, Bias, Chain, RelativeBias, Score, SoftCap, score
 from .softmax import merge
 from .spans import Range, Span, Tiles
+from .tile_table import TileTable
 from .token_masks import KeyRanges, Segments
 from .varlen import pack, unpack, varlen_attention
 
@@ -41,8 +43,10 @@ __all__ = [
     "Segments",
     "SoftCap",
     "Span",
+    "TileTable",
     "Tiles",
     "Window",
+    "autotune",
     "dense_mask",
     "explain",
     "flash_attention",

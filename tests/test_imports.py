@@ -25,9 +25,11 @@ ORDER = [
     "problem",
     "sharding",
     "devices",
+    "tile_table",
     "kernels",
     "dispatch",
     "attention",
+    "autotune",
     "varlen",
 ]
 

@@ -72,8 +72,9 @@ def outrun(problem: Problem) -> list[str]:
 
 
 def describe(problem: Problem, device: Device) -> dict[str, str]:
-    """Kernel by kernel, the tile that would run."""
-    return {kernel: str(tiles.choose(problem, kernel, device)) for kernel in _kernels(problem)}
+    """Kernel by kernel, the tile that would run and where it is from."""
+    chosen = {kernel: tiles.choose_with_origin(problem, kernel, device) for kernel in _kernels(problem)}
+    return {kernel: f"{tile} ({origin})" for kernel, (tile, origin) in chosen.items()}
 
 
 def _kernels(problem: Problem) -> tuple[str, ...]:

@@ -1,14 +1,20 @@
-"""Block sizes, warps and pipeline stages of each Triton kernel, and the rule that picks them."""
+"""Block sizes, warps and pipeline stages of each Triton kernel, and who picks them: a table, then a rule that fits."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator
 
 from jax.experimental import pallas as pl
 
 from ...devices import Device
 from ...problem import Problem
+from ...tile_table import Fields, Situation, TileTable, active, listener
 from .tile_math import padded_dim
+
+_TABLES = pathlib.Path(__file__).parent / "tables"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,38 +35,14 @@ class Tile:
         held = ", held in registers" if self.registers else ""
         return f"{self.block_q}x{self.block_kv}, {self.num_warps} warps, {self.stages} stages{held}"
 
+    def fields(self) -> Fields:
+        """As a :class:`TileTable` keeps it."""
+        return tuple(sorted((name, int(value)) for name, value in dataclasses.asdict(self).items()))
 
-# Winners of sweeps on an H200 (notes in docs/performance.md), by padded head dim, for 16-bit inputs.
-_DQ = {
-    64: Tile(128, 64, 4, 3),
-    128: Tile(64, 64, 4, 3, registers=True),
-    256: Tile(64, 64, 4, 2),
-    512: Tile(64, 32, 8, 1),
-}
-_TILES = {
-    "forward": {
-        64: Tile(128, 64, 8, 3),
-        128: Tile(64, 64, 4, 3, registers=True),
-        256: Tile(128, 64, 8, 2),
-        512: Tile(64, 32, 8, 1),
-    },
-    "dq": _DQ,
-    "dkv": {
-        64: Tile(64, 64, 4, 3, registers=True),
-        128: Tile(64, 64, 4, 2),
-        256: Tile(64, 32, 4, 2),
-        512: Tile(32, 32, 8, 1),
-    },
-    "dscore": _DQ,
-}
-# float32 has twice the bytes and, with TF32 or its triple product, twice the registers per element.
-_DQ_FLOAT32 = {64: Tile(64, 32, 4, 3), 128: Tile(64, 32, 8, 3), 256: Tile(32, 32, 4, 2), 512: Tile(32, 16, 8, 1)}
-_TILES_FLOAT32 = {
-    "forward": {64: Tile(64, 32, 8, 3), 128: Tile(64, 64, 8, 3), 256: Tile(64, 32, 8, 2), 512: Tile(32, 16, 8, 1)},
-    "dq": _DQ_FLOAT32,
-    "dkv": {64: Tile(32, 32, 4, 3), 128: Tile(32, 32, 4, 2), 256: Tile(32, 16, 4, 2), 512: Tile(32, 16, 8, 1)},
-    "dscore": _DQ_FLOAT32,
-}
+    @classmethod
+    def of(cls, fields: Fields) -> Tile:
+        values = dict(fields)
+        return cls(**values | {"registers": bool(values["registers"])})  # type: ignore[arg-type]
 
 
 def choose(problem: Problem, kernel: str, device: Device) -> Tile:
@@ -69,32 +51,111 @@ def choose(problem: Problem, kernel: str, device: Device) -> Tile:
     Raises:
       ValueError: not even the smallest tile fits the device's shared memory.
     """
-    dim = max(padded_dim(d, problem.dtype) for d in (problem.head_dim, problem.v_head_dim))
-    wide = problem.dtype == "float32"
-    table = (_TILES_FLOAT32 if wide else _TILES)[kernel]
-    tile = table[next((d for d in table if dim <= d), 512)]
-    walked = 0 if problem.narrow else problem.q_len if kernel == "dkv" else problem.kv_len
-    if kernel == "dkv" and 64 < dim <= 128 and problem.group > 1 and not wide:
-        tile = Tile(64, 128, 8, 3)  # the loop over the group costs the other tile 376 bytes of spills
-    if kernel == "forward" and dim == 128 and walked > 8192 and not problem.packed and not wide:
-        # Larger tiles read less through L2 and draw less power, which is what limits a long run of long rows.
-        plain = problem.mask == "no mask" and not problem.scores
-        tile = Tile(256, 64, 16, 3) if plain else Tile(128, 64, 8, 3, registers=True)
-    if kernel == "dscore" or (kernel != "dq" and walked <= 2048):
-        # Too few steps to earn the way there: 278 instead of 293 TFLOP/s at 1k.
-        tile = dataclasses.replace(tile, registers=False)
-    tile = dataclasses.replace(
-        tile,
-        block_q=min(tile.block_q, max(16, pl.next_power_of_2(problem.q_len))),
-        block_kv=min(tile.block_kv, max(16, pl.next_power_of_2(problem.kv_len))),
-    )
-    if min(tile.block_q, tile.block_kv) <= 32 and tile.num_warps > 4 and dim <= 128:
-        tile = dataclasses.replace(tile, num_warps=4)
+    return choose_with_origin(problem, kernel, device)[0]
+
+
+def choose_with_origin(problem: Problem, kernel: str, device: Device) -> tuple[Tile, str]:
+    """:func:`choose`, and where the tile is from, in words."""
+    wanted = situation(problem, kernel)
+    asked = listener()
+    if asked is not None and wanted not in asked.candidates:
+        asked.candidates[wanted] = tuple(tile.fields() for tile in candidates(problem, kernel, device))
+    for table in active():
+        entry = table.close(wanted)
+        if entry is not None:
+            return _fitting(problem, kernel, device, Tile.of(entry.tile)), table.origin
+    table = shipped(device.capability, device.interpret)
+    # The table ends at 512 channels, beyond which this tier has no kernel.
+    entry = table.nearest(wanted)
+    assert entry is not None, wanted
+    return _fitting(problem, kernel, device, Tile.of(entry.tile)), table.origin
+
+
+def situation(problem: Problem, kernel: str) -> Situation:
+    """What decides the tile of a kernel."""
+    p = problem
+    plain = p.mask == "no mask" and not p.scores
+    mask = "window" if p.narrow else "packed" if p.packed else "full" if plain else "masked"
+    length = p.q_len if kernel == "dkv" else p.kv_len
+    bits = 32 if p.dtype == "float32" else 16
+    return Situation("triton", kernel, bits, _dim(p), mask, kernel == "dkv" and p.group > 1, length)
+
+
+def _dim(problem: Problem) -> int:
+    return max(padded_dim(d, problem.dtype) for d in (problem.head_dim, problem.v_head_dim))
+
+
+@functools.cache
+def shipped(capability: tuple[int, int], interpret: bool = False) -> TileTable:
+    """The table that the package holds for a GPU, or for the one most like it."""
+    architecture = "sm_90" if interpret else _ARCHITECTURES.get(capability, "sm_90" if capability > (9, 0) else "sm_86")
+    return TileTable.load(_TABLES / f"{architecture}.json")
+
+
+# Which table serves which compute capability: as much shared memory, and the same instructions for products.
+_ARCHITECTURES = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_80", (8, 9): "sm_86", (9, 0): "sm_90"}
+_ARCHITECTURES |= {(10, 0): "sm_100", (10, 3): "sm_100", (12, 0): "sm_86", (12, 1): "sm_86"}
+
+
+def candidates(problem: Problem, kernel: str, device: Device) -> list[Tile]:
+    """Tiles worth a measurement: they fit shared memory, and by estimate their sums and scores fit registers."""
+    found = dict.fromkeys(_clipped(problem, tile) for tile in _sensible(problem, kernel))
+    return [tile for tile in found if _plausible(problem, kernel, tile) and fits(problem, kernel, tile, device)]
+
+
+def _sensible(problem: Problem, kernel: str) -> Iterator[Tile]:
+    wide = _dim(problem) > 128 or problem.dtype == "float32"  # its rows need smaller blocks or more threads
+    for own in (32, 64, 128) if wide else (64, 128, 256):  # of the side that stays
+        for other in (16, 32, 64) if wide else (32, 64, 128):
+            block_q, block_kv = (other, own) if kernel == "dkv" else (own, other)
+            # A tensor-core product has 16 rows a warp; two warps share them where sums need more registers.
+            for num_warps in sorted({max(4, own // rows) for rows in ((8, 16, 32) if wide else (16, 32))}):
+                for stages in (1, 2, 3) if wide else (2, 3):
+                    yield Tile(block_q, block_kv, num_warps, stages)
+                    yield Tile(block_q, block_kv, num_warps, stages, registers=True)
+
+
+_MOST_REGISTERS = 230  # of 255, the rest being addresses and statistics; with 16 warps a thread has half of them
+
+
+def _plausible(problem: Problem, kernel: str, tile: Tile) -> bool:
+    if tile.registers and kernel == "dscore":
+        return False  # holds nothing over its steps
+    return registers_per_thread(problem, kernel, tile) <= _MOST_REGISTERS * 8 // max(8, tile.num_warps)
+
+
+def registers_per_thread(problem: Problem, kernel: str, tile: Tile) -> int:
+    """32-bit registers for sums, scores and held operands: a lower bound of what ptxas will need."""
+    p, threads = problem, 32 * tile.num_warps
+    size = 4 if p.dtype == "float32" else 2
+    qk_dim, v_dim = (padded_dim(d, p.dtype) for d in (p.head_dim, p.v_head_dim))
+    scores = tile.block_q * tile.block_kv
+    if kernel == "forward":
+        numbers, held = tile.block_q * v_dim + scores, tile.block_q * qk_dim
+    elif kernel == "dkv":
+        numbers, held = tile.block_kv * (qk_dim + v_dim) + 2 * scores, tile.block_kv * (qk_dim + v_dim)
+    else:
+        numbers, held = tile.block_q * qk_dim + 2 * scores, tile.block_q * (qk_dim + v_dim)
+    return (numbers + (held * size // 4 if tile.registers else 0)) // threads
+
+
+def _fitting(problem: Problem, kernel: str, device: Device, tile: Tile) -> Tile:
+    tile = _clipped(problem, tile)
     while (smaller := _smaller(tile)) is not None and not fits(problem, kernel, tile, device):
         tile = smaller
     if not fits(problem, kernel, tile, device):
         raise ValueError(f"no tile of the {kernel} kernel fits {device.shared_memory} bytes of shared memory")
     return tile
+
+
+def _clipped(problem: Problem, tile: Tile) -> Tile:
+    tile = dataclasses.replace(
+        tile,
+        block_q=min(tile.block_q, max(16, pl.next_power_of_2(problem.q_len))),
+        block_kv=min(tile.block_kv, max(16, pl.next_power_of_2(problem.kv_len))),
+    )
+    few = min(tile.block_q, tile.block_kv) <= 32 and _dim(problem) <= 128
+    return dataclasses.replace(tile, num_warps=min(4, tile.num_warps)) if few else tile
 
 
 def _smaller(tile: Tile) -> Tile | None:

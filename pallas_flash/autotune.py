@@ -1,0 +1,121 @@
+"""Measures which tiles suit the shapes of one's own call."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .tile_table import Asked, Entry, Fields, Situation, TileTable
+
+SAMPLES, SAMPLE_SECONDS, MOST_CALLS = 5, 0.02, 500
+GAIN = 0.01  # less is noise
+
+
+def autotune(
+    fn: Callable[..., Any],
+    *args: Any,
+    kernels: tuple[str, ...] = ("forward", "dq", "dkv", "dscore"),
+    seconds: float = 600.0,
+    progress: Callable[[str], None] | None = None,
+) -> TileTable:
+    """Tries tiles for every attention kernel that a function runs, and returns a table of the fastest.
+
+    Kernel after kernel, the function is compiled and timed with each tile that fits the GPU, the other kernels keeping
+    the best that is known so far; expect one to three seconds a tile, most of it compilation. A step that trains the
+    model times forward and backward kernels in their real surroundings.
+
+    Args:
+      fn: what to time, jitted or not: a call of ``flash_attention``, its gradient, a training step. It is called many
+        times and must not donate its arguments.
+      *args: its arguments, arrays of the sizes that matter.
+      kernels: which kernels to tune.
+      seconds: when this time is over no new tile is tried.
+      progress: called with a line of text for each tile.
+
+    Returns:
+      A :class:`TileTable` with the kernels whose best tile beat the one they would have had. Keep it with ``save``, get
+      it back with ``TileTable.load``, and use it with ``with table:``.
+
+    Raises:
+      ValueError: ``fn`` runs none of the kernels, as on a machine without a GPU (``explain`` tells why).
+
+    >>> import jax, jax.numpy as jnp, pallas_flash
+    >>> q = jnp.ones((1, 16, 1, 16))
+    >>> attend = lambda q: pallas_flash.flash_attention(q, q, q, implementation="triton")
+    >>> with pallas_flash.interpret():  # on a GPU without this line
+    ...     table = pallas_flash.autotune(attend, q, seconds=0)
+    >>> with table:
+    ...     pass
+    """
+    with Asked() as asked:
+        jax.eval_shape(_fresh(fn), *args)
+    situations = {s: tiles for s, tiles in asked.candidates.items() if s.kernel in kernels}
+    if not situations:
+        wanted = ", ".join(kernels)
+        raise ValueError(
+            f"fn runs no kernel that has tiles (looked for: {wanted}); pallas_flash.explain(...) of its attention call "
+            "tells which implementation runs and why the kernels do not"
+        )
+    device = jax.tree.leaves(args)[0].devices().pop() if jax.tree.leaves(args) else jax.devices()[0]
+    origin = f"tuned on {getattr(device, 'device_kind', device)} with JAX {jax.__version__}"
+    best = TileTable([], origin)
+    end = time.perf_counter() + seconds
+    for situation, tiles in situations.items():
+        best = _tune_one(fn, args, situation, tiles, best, end, progress or (lambda line: None))
+    return best
+
+
+def _tune_one(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    situation: Situation,
+    tiles: tuple[Fields, ...],
+    best: TileTable,
+    end: float,
+    progress: Callable[[str], None],
+) -> TileTable:
+    if time.perf_counter() >= end:
+        return best
+    least = _seconds(fn, args, best)
+    progress(f"{situation}: {least * 1e6:.0f} us with the tile that it has")
+    for tile in tiles:
+        if time.perf_counter() >= end:
+            break
+        shown = ", ".join(f"{name} {value}" for name, value in tile)
+        try:
+            took = _seconds(fn, args, TileTable([Entry(situation, tile)], best.origin) | best)
+        except Exception as error:  # too much shared memory or too many registers: each backend has its own error
+            progress(f"{situation}: refused with {shown}: {str(error).splitlines()[0][:100]}")
+            continue
+        progress(f"{situation}: {took * 1e6:.0f} us with {shown}")
+        if took < least * (1 - GAIN):
+            least = took
+            best = TileTable([Entry(situation, tile, took * 1e6)], best.origin) | best
+    return best
+
+
+def _seconds(fn: Callable[..., Any], args: tuple[Any, ...], table: TileTable) -> float:
+    """Median time of a call with a table's tiles."""
+    with table:
+        compiled = jax.jit(_fresh(fn)).lower(*args).compile()
+
+    def queue(calls: int) -> float:
+        started = time.perf_counter()
+        for _ in range(calls):
+            result = compiled(*args)
+        jax.block_until_ready(result)
+        return (time.perf_counter() - started) / calls
+
+    queue(1)  # loads the program
+    # Calls queued one behind the other hide what starting one costs.
+    calls = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / queue(1))))
+    return statistics.median(queue(calls) for _ in range(SAMPLES))
+
+
+def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under a new identity: JAX finds nothing compiled for it."""
+    return lambda *args: fn(*args)

@@ -1,0 +1,193 @@
+"""Tables of tiles: which one was the fastest where, on one GPU architecture."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+MASKS = ("full", "masked", "packed", "window")
+# Whose tile to take where a kind of mask has none of its own.
+_LIKE = {
+    "full": ("full", "masked", "packed", "window"),
+    "masked": ("masked", "packed", "full", "window"),
+    "packed": ("packed", "masked", "window", "full"),
+    "window": ("window", "packed", "masked", "full"),
+}
+
+Fields = tuple[tuple[str, int], ...]  # of a tier's own class of tiles: names and values, in order of the names
+
+
+class Situation(NamedTuple):
+    """What of a problem decides the tile of one kernel.
+
+    Attributes:
+      tier: who runs it, as in ``implementation``.
+      kernel: "forward", "dq", "dkv" or "dscore".
+      bits: of an element of q, k and v: 16 or 32.
+      dim: channels of the larger of the two head dims, as a tile holds them.
+      mask: "full" (none), "masked", "packed" (documents) or "window".
+      grouped: whether a program loops over the query heads of a group.
+      length: tokens of the side that a program walks.
+    """
+
+    tier: str
+    kernel: str
+    bits: int
+    dim: int
+    mask: str
+    grouped: bool
+    length: int
+
+    def __str__(self) -> str:
+        group = ", grouped heads" if self.grouped else ""
+        return f"{self.tier} {self.kernel}, {self.bits} bits, D={self.dim}, {self.mask}{group}, {self.length} tokens"
+
+
+class Entry(NamedTuple):
+    """The fastest tile of a situation, and the microseconds of the call that was timed with it; None if none was."""
+
+    situation: Situation
+    tile: Fields
+    us: float | None = None
+
+
+class TileTable:
+    """Tiles by situation; ``with table:`` kernels traced inside take theirs from it, before those that we ship.
+
+    A table that :func:`pallas_flash.autotune` gave serves calls like those that it saw: the same kernels, element
+    size, head dim and kind of mask, and lengths from half to twice. JAX compiles anew what was compiled outside. Tables
+    may be nested: the inner one is asked first. No tile changes a result beyond rounding.
+
+    Args:
+      entries: an :class:`Entry` for each situation.
+      origin: where the numbers are from, in words; ``explain`` shows it.
+
+    >>> import pallas_flash
+    >>> table = pallas_flash.TileTable([], "nothing yet")
+    >>> with table:
+    ...     pass
+    >>> table.save("/tmp/pallas_flash_table.json")
+    >>> len(pallas_flash.TileTable.load("/tmp/pallas_flash_table.json").entries)
+    0
+    """
+
+    def __init__(self, entries: Iterable[Entry] = (), origin: str = "tuned here"):
+        self.entries = tuple(entries)
+        self.origin = origin
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> TileTable:
+        context = _active((self, *_active.value))
+        context.__enter__()
+        self._entered.append(context)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TileTable) and (self.entries, self.origin) == (other.entries, other.origin)
+
+    def __hash__(self) -> int:
+        return hash((self.entries, self.origin))
+
+    def __repr__(self) -> str:
+        rows = [f"  {entry.situation}: {dict(entry.tile)}" for entry in self.entries]
+        return "\n".join([f"TileTable, {self.origin}:", *rows])
+
+    def __or__(self, other: TileTable) -> TileTable:
+        """Both tables' entries; this one's where both know a situation."""
+        own = {entry.situation for entry in self.entries}
+        return TileTable([*self.entries, *(e for e in other.entries if e.situation not in own)], self.origin)
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Writes the table as JSON, an entry a line."""
+        lines = [
+            json.dumps({**entry.situation._asdict(), "tile": dict(entry.tile), "us": entry.us})
+            for entry in sorted(self.entries, key=lambda entry: entry.situation)
+        ]
+        body = ",\n  ".join(lines)
+        text = f'{{"origin": {json.dumps(self.origin)},\n "entries": [\n  {body}\n ]}}\n' if lines else (
+            json.dumps({"origin": self.origin, "entries": []}) + "\n")  # fmt: skip
+        pathlib.Path(path).write_text(text)
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> TileTable:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+          ValueError: the file is not such a table.
+        """
+        try:
+            read = json.loads(pathlib.Path(path).read_text())
+            return cls([_entry(row) for row in read["entries"]], read["origin"])
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a table of tiles that TileTable.save wrote: {error!r}") from None
+
+    def nearest(self, wanted: Situation) -> Entry | None:
+        """The entry most like a situation: of its kernel, then of its dim, group, mask and length, in this order."""
+        alike = [entry for entry in self.entries if _comparable(entry.situation, wanted)]
+        return min(alike, key=lambda entry: _distance(entry.situation, wanted), default=None)
+
+    def close(self, wanted: Situation) -> Entry | None:
+        """The entry that was made for such calls, if there is one."""
+        entry = self.nearest(wanted)
+        if entry is None or entry.situation._replace(length=wanted.length) != wanted:
+            return None
+        return entry if abs(_octaves(entry.situation.length, wanted.length)) <= 1 else None
+
+
+_active = jax.make_user_context(())  # of tables, the innermost first
+
+
+def active() -> tuple[TileTable, ...]:
+    """The tables whose ``with`` this thread is in, the innermost first."""
+    return _active.value
+
+
+class Asked:
+    """Collects who asks for tiles: ``with Asked() as asked:``, then ``asked.candidates`` by situation."""
+
+    def __init__(self) -> None:
+        self.candidates: dict[Situation, tuple[Fields, ...]] = {}
+        self._context: Any = None
+
+    def __enter__(self) -> Asked:
+        # Entered as a context of its own, so that JAX traces anew what it has compiled already.
+        self._context = _listener(self)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+_listener = jax.make_user_context(None)
+
+
+def listener() -> Asked | None:
+    """Who wants to know which tiles are asked for."""
+    return _listener.value
+
+
+def _entry(row: dict[str, Any]) -> Entry:
+    fields = {name: row[name] for name in Situation._fields}
+    return Entry(Situation(**fields), tuple(sorted(row["tile"].items())), row["us"])
+
+
+def _comparable(a: Situation, wanted: Situation) -> bool:
+    return a[:3] == wanted[:3] and a.dim >= wanted.dim
+
+
+def _distance(a: Situation, wanted: Situation) -> tuple[Any, ...]:
+    mask = _LIKE[wanted.mask].index(a.mask)
+    return a.dim, a.grouped != wanted.grouped, mask, abs(_octaves(a.length, wanted.length)), a.length
+
+
+def _octaves(a: int, b: int) -> float:
+    return math.log2(max(a, 1) / max(b, 1))

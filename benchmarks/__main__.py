@@ -1,4 +1,4 @@
-"""``python -m benchmarks run | memory | sass | list | report``: workloads x implementations, times beside errors."""
+"""``python -m benchmarks run | memory | tune | sass | list | report``: workloads x implementations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tempfile
 import time
 from typing import Any
 
-from . import peers, reference, report, timing, workloads
+from . import peers, reference, report, timing, tuning, workloads
 
 
 def run(args: argparse.Namespace) -> None:
@@ -87,6 +87,11 @@ def write_report(args: argparse.Namespace) -> None:
         report.insert(document)
 
 
+def tune(args: argparse.Namespace) -> None:
+    table = tuning.tune(workloads.find(args.workloads), args.kernels.split(","), args.seconds, args.into)
+    print(table)
+
+
 def sass(arguments: list[str]) -> int:
     """See sass.py; the CPU is the backend, and XLA writes PTX down."""
     with tempfile.TemporaryDirectory() as dump:
@@ -117,6 +122,13 @@ def main() -> None:
     command.add_argument("--out", type=pathlib.Path)
     command.add_argument("--plot", type=pathlib.Path)
     command.set_defaults(run=memory)
+    command = commands.add_parser("tune", help="the fastest tile of each kernel, into a table")
+    command.add_argument("--workloads", default="cells", help="groups or names, comma-separated")
+    command.add_argument("--kernels", default="forward,dq,dkv", help="comma-separated, of forward, dq, dkv, dscore")
+    command.add_argument("--seconds", type=float, default=120.0, help="for each kernel of each workload")
+    command.add_argument("--into", type=pathlib.Path, help="JSON table to make or to add to; the one that we ship if "
+                         "left out")  # fmt: skip
+    command.set_defaults(run=tune)
     commands.add_parser("sass", help="registers and spills, without a GPU; see python -m benchmarks sass --help")
     commands.add_parser("list", help="workloads and peers").set_defaults(run=show)
     command = commands.add_parser("report", help="tables from JSON")

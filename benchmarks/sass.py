@@ -21,6 +21,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from pallas_flash.devices import Device
 from pallas_flash.kernels.triton import tiles
 
 from . import peers, timing, workloads
@@ -117,7 +118,7 @@ def find_ptxas() -> str:
 def of_tables(gpu: Gpu) -> list[Workload]:
     """A workload for every situation of which the table of a GPU has a tile: together, all tiles that it names."""
     found = {}
-    for entry in tiles.shipped(gpu.capability).entries:
+    for entry in tiles.shipped(Device("cuda", gpu.kind, gpu.capability)).entries:
         s = entry.situation
         heads = max(2, workloads.HIDDEN // s.dim)
         name = f"{s.bits}-bit-d{s.dim}-{s.mask}{'-grouped' if s.grouped else ''}-{workloads.label(s.length)}"
@@ -177,6 +178,9 @@ def main() -> None:
             try:
                 compile_gradient(w, GPUS[gpu])
                 found = assembled(w, GPUS[gpu], ptxas, args.dump)
+            except NotImplementedError:  # refused in words, as a user would see
+                print(f"{gpu:7} {w.name:24} has no kernel there", flush=True)
+                continue
             except jax.errors.JaxRuntimeError as error:  # more shared memory than there is, most often
                 found = [{"workload": w.name, "kernel": "", "spill_stores": 0, "warnings": [],
                           "refused": str(error).splitlines()[0][:200]}]  # fmt: skip

@@ -102,7 +102,7 @@ def _jax(case: Case, peer: str, direction: str) -> dict[str, Any]:
         arguments: tuple[Any, ...] = (q, k, v, case.extras)
         compiled = jax.jit(_repeated(attention, 0, case.workload.repeats)).lower(*arguments).compile()
     else:
-        _, pullback = jax.jit(functools.partial(_pullback, attention, case.workload))(q, k, v, case.extras)
+        _, pullback = jax.jit(functools.partial(with_pullback, attention, case.workload))(q, k, v, case.extras)
         arguments = (pullback, do)
         apply = _repeated(lambda pullback, do: pullback(do), 1, case.workload.repeats)
         compiled = jax.jit(apply).lower(*arguments).compile()
@@ -113,7 +113,7 @@ def _jax(case: Case, peer: str, direction: str) -> dict[str, Any]:
     return {**_numbers(case, direction, sample, computed), "temp_bytes": _temp_bytes(compiled)}
 
 
-def _pullback(attention: peers.Attention, w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, x: dict) -> Any:
+def with_pullback(attention: peers.Attention, w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, x: dict) -> Any:
     """The output and what gives dq, dk, dv (and of the bias, where the workload asks) from its cotangent."""
     if w.bias_gradient:
         return jax.vjp(lambda q, k, v, bias: attention(q, k, v, {**x, "bias": bias}), q, k, v, x["bias"])

@@ -4,7 +4,6 @@
 """
 
 from .attention import dense_mask, explain, flash_attention
-from .autotune import autotune
 from .devices import interpret
 from .dispatch import Plan, use_implementation
 from .masks import And, Full, Mask, Or, mask, static
@@ -15,6 +14,7 @@ from .softmax import merge
 from .spans import Range, Span, Tiles
 from .tile_table import TileTable
 from .token_masks import KeyRanges, Segments
+from .tuning import autotune
 from .varlen import pack, unpack, varlen_attention
 
 __version__ = "0.1.0"

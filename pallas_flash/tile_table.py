@@ -151,7 +151,7 @@ def active() -> tuple[TileTable, ...]:
 
 
 class Asked:
-    """Collects who asks for tiles: ``with Asked() as asked:``, then ``asked.candidates`` by situation."""
+    """Collects which kernels run: ``with Asked() as asked:``, then ``asked.candidates``, their tiles by situation."""
 
     def __init__(self) -> None:
         self.candidates: dict[Situation, tuple[Fields, ...]] = {}

@@ -7,10 +7,15 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+import pallas_flash as pf
 from benchmarks import __main__ as command
-from benchmarks import peers, reference, report, timing, workloads
+from benchmarks import peers, reference, report, sass, timing, workloads
 from benchmarks.workloads import Workload
+from pallas_flash.devices import Device
+from pallas_flash.kernels.triton import tiles
+from pallas_flash.tile_table import Asked, Entry
 
 # The options that the smoke workloads lack, small.
 SMALL = [
@@ -140,3 +145,58 @@ def test_machine_code_without_a_gpu(monkeypatch, capfd):
     printed = capfd.readouterr()
     assert ended.value.code == 0 or "no ptxas among the installed packages: pip install" in printed.err
     assert "flash_forward" in printed.out or ended.value.code == 1
+
+
+def test_tune_times_both_directions(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def fake(fn, *args, kernels, seconds, progress):
+        asked.append((kernels, seconds))
+        with Asked() as listener:
+            jax.eval_shape(fn, *args)
+        found = {s.kernel: s for s in listener.candidates}
+        assert set(kernels) <= set(found)  # the timed function runs what is tuned
+        return pf.TileTable([Entry(found[kernels[0]], (("block_q", 32),), 1.0)])
+
+    monkeypatch.setattr(pf, "autotune", fake)
+    monkeypatch.setitem(peers.PEERS, "triton", peers.PEERS["triton"])
+    with pf.interpret():
+        invoke(monkeypatch, "tune", "--workloads", "smoke-causal", "--seconds", "3", "--into", tmp_path / "t.json")
+    assert asked == [(("forward",), 3.0), (("dq", "dkv"), 6.0)]
+    saved = pf.TileTable.load(tmp_path / "t.json")
+    assert {e.situation.kernel for e in saved.entries} == {
+        "forward",
+        "dq",
+    } and "smoke-causal" in capsys.readouterr().out
+
+
+def test_sass_compares_with_its_record():
+    row = {"gpu": "sm_90", "workload": "w", "kernel": "flash_dq", "spill_stores": 100, "warnings": []}
+    assert sass.worse([row], [row]) == []
+    assert sass.worse([row | {"spill_stores": 64}], []) == []
+    (text,) = sass.worse([row | {"spill_stores": 300}], [row])
+    assert text == "sm_90 w flash_dq spills 300 bytes, 100 in the record"
+    (text,) = sass.worse([row | {"warnings": ["C7510"]}], [row])
+    assert "serialised: C7510" in text
+    (text,) = sass.worse([row | {"refused": "too much"}], [row])
+    assert "does not compile: too much" in text
+
+
+def _sum_of(attention):
+    return lambda *arguments: attention(*arguments).astype(jnp.float32).sum()
+
+
+@pytest.mark.parametrize("gpu", sass.GPUS)
+def test_sass_compiles_every_tile_of_the_tables(gpu):
+    """Each entry is what some workload's kernel takes."""
+    device = Device("cuda", sass.GPUS[gpu].kind, sass.GPUS[gpu].capability)
+    taken = set()
+    for w in sass.of_tables(sass.GPUS[gpu]):
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(device.kind, 132, "cuda"))):
+            attention = peers.PEERS["triton"](w)
+            (q, k, v, _), extras = jax.eval_shape(lambda w=w: (timing.inputs(w), peers.extras(w)))
+            with Asked() as listener:
+                jax.eval_shape(jax.grad(_sum_of(attention)), q, k, v, extras)
+        for situation in listener.candidates:
+            taken.add(tiles.shipped(device).nearest(situation))
+    assert {e for e in tiles.shipped(device).entries if e.situation.kernel != "dscore"} <= taken

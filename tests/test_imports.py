@@ -29,7 +29,7 @@ ORDER = [
     "kernels",
     "dispatch",
     "attention",
-    "autotune",
+    "tuning",
     "varlen",
 ]
 

@@ -83,7 +83,7 @@ def _kernels(problem: Problem) -> tuple[str, ...]:
 
 def forward(problem: Problem, device: Device, x: Operands, *, keep_rest: bool) -> Output:
     """Output and natural-log lse; with ``keep_rest`` also what a 16-bit output lost to rounding."""
-    tile = tiles.choose(problem, "forward", device)
+    tile = tiles.take(problem, "forward", device)
     keep_rest = keep_rest and problem.dtype != "float32"
     q, k, v = _factors(problem, device, x.q, x.k, x.v)
     x = addressable(x._replace(q=q, k=k, v=v))
@@ -93,7 +93,7 @@ def forward(problem: Problem, device: Device, x: Operands, *, keep_rest: bool) -
 
 def backward(problem: Problem, device: Device, x: Operands, out: Output, do: jax.Array, dlse: jax.Array) -> Gradients:
     """Gradients from the cotangents of o and lse."""
-    chosen = {kernel: tiles.choose(problem, kernel, device) for kernel in _kernels(problem)}
+    chosen = {kernel: tiles.take(problem, kernel, device) for kernel in _kernels(problem) if kernel != "forward"}
     q, k, v, do = _factors(problem, device, x.q, x.k, x.v, do)
     x = addressable(x._replace(q=q, k=k, v=v))
     with quiet_deprecation():

@@ -14,8 +14,6 @@ from ...problem import Problem
 from ...tile_table import Fields, Situation, TileTable, active, listener
 from .tile_math import padded_dim
 
-_TABLES = pathlib.Path(__file__).parent / "tables"
-
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -49,25 +47,32 @@ def choose(problem: Problem, kernel: str, device: Device) -> Tile:
     """The tile of ``kernel`` ("forward", "dq", "dkv" or "dscore"), shrunk until it fits the problem and the device.
 
     Raises:
-      ValueError: not even the smallest tile fits the device's shared memory.
+      ValueError: not even the smallest tile fits the device's shared memory, or none is known for such head dims.
     """
     return choose_with_origin(problem, kernel, device)[0]
+
+
+def take(problem: Problem, kernel: str, device: Device) -> Tile:
+    """:func:`choose` for a kernel that is going to run: whoever tunes hears of it."""
+    asked, wanted = listener(), situation(problem, kernel)
+    if asked is not None and wanted not in asked.candidates:
+        asked.candidates[wanted] = tuple(tile.fields() for tile in candidates(problem, kernel, device))
+    return choose(problem, kernel, device)
 
 
 def choose_with_origin(problem: Problem, kernel: str, device: Device) -> tuple[Tile, str]:
     """:func:`choose`, and where the tile is from, in words."""
     wanted = situation(problem, kernel)
-    asked = listener()
-    if asked is not None and wanted not in asked.candidates:
-        asked.candidates[wanted] = tuple(tile.fields() for tile in candidates(problem, kernel, device))
     for table in active():
         entry = table.close(wanted)
         if entry is not None:
             return _fitting(problem, kernel, device, Tile.of(entry.tile)), table.origin
-    table = shipped(device.capability, device.interpret)
-    # The table ends at 512 channels, beyond which this tier has no kernel.
+    table = shipped(device)
     entry = table.nearest(wanted)
-    assert entry is not None, wanted
+    if entry is None:
+        raise ValueError(
+            f"no tile of the {kernel} kernel is known for D={wanted.dim} in {problem.dtype} on {device.kind}"
+        )
     return _fitting(problem, kernel, device, Tile.of(entry.tile)), table.origin
 
 
@@ -86,10 +91,16 @@ def _dim(problem: Problem) -> int:
 
 
 @functools.cache
-def shipped(capability: tuple[int, int], interpret: bool = False) -> TileTable:
+def shipped(device: Device) -> TileTable:
     """The table that the package holds for a GPU, or for the one most like it."""
-    architecture = "sm_90" if interpret else _ARCHITECTURES.get(capability, "sm_90" if capability > (9, 0) else "sm_86")
-    return TileTable.load(_TABLES / f"{architecture}.json")
+    return TileTable.load(table_path(device))
+
+
+def table_path(device: Device) -> pathlib.Path:
+    """Where that table is."""
+    known = "sm_90" if device.interpret else _ARCHITECTURES.get(device.capability)
+    # What is not known yet is newer; a table for little shared memory serves it too.
+    return pathlib.Path(__file__).parent / "tables" / f"{known or 'sm_86'}.json"
 
 
 # Which table serves which compute capability: as much shared memory, and the same instructions for products.
@@ -192,4 +203,6 @@ def shared_memory(problem: Problem, kernel: str, tile: Tile) -> int:
         walked = tile.block_kv * dims * size
         return resident + tile.stages * walked
     own, other = (tile.block_kv, tile.block_q) if kernel == "dkv" else (tile.block_q, tile.block_kv)
-    return (own + tile.stages * other) * dims * size + scores
+    # Half of a 16-bit tile that is read both ways goes through shared memory again (16 of 112 kB at D = 512 on sm_89).
+    twice = other * qk_dim if kernel == "dkv" and size == 2 else 0
+    return (own + tile.stages * other) * dims * size + scores + twice

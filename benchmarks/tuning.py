@@ -44,4 +44,7 @@ def tune(ws: Iterable[Workload], kernels: Sequence[str], seconds: float, path: p
 def _better(table: pf.TileTable, seconds: float, kernels: tuple[str, ...], fn: Callable, *args) -> pf.TileTable:
     say = functools.partial(print, flush=True)
     won = pf.autotune(fn, *args, kernels=kernels, seconds=seconds, progress=say)
-    return pf.TileTable((won | table).entries, table.origin)
+    kind = jax.devices()[0].device_kind
+    measured = f"measured on {kind}"
+    origin = table.origin if kind in table.origin or not won.entries else f"{measured} in part; the rest {table.origin}"
+    return pf.TileTable((won | table).entries, origin)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import pathlib
+import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -79,16 +81,16 @@ class TileTable:
     def __init__(self, entries: Iterable[Entry] = (), origin: str = "tuned here"):
         self.entries = tuple(entries)
         self.origin = origin
-        self._entered: list[Any] = []
+        self._entered: dict[int, list[Any]] = collections.defaultdict(list)  # by thread
 
     def __enter__(self) -> TileTable:
         context = _active((self, *_active.value))
         context.__enter__()
-        self._entered.append(context)
+        self._entered[threading.get_ident()].append(context)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+        self._entered[threading.get_ident()].pop().__exit__(*error)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TileTable) and (self.entries, self.origin) == (other.entries, other.origin)

@@ -246,3 +246,34 @@ def test_merge_of_float64_parts():
         o, lse = jax.random.normal(jax.random.key(1), (2, 1, 3, 1, 4)), jnp.zeros((1, 1, 3))
         merged, _ = pf.merge(o[0], lse, o[1], lse)
         np.testing.assert_allclose(merged, (o[0] + o[1]) / 2, atol=1e-15)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("shape", [(2,), (2, 3)], ids=str)
+def test_float64_sinks_beside_float32_queries(tier, shape):
+    """What jnp.zeros makes in x64 mode."""
+    wanted = jax.grad(lambda s: pf.flash_attention(Q, K, V, sinks=s, implementation="xla").sum())(jnp.ones(shape))
+    with jax.enable_x64(True):
+        sinks = jnp.ones(shape, jnp.float64)
+        got = jax.grad(lambda s: pf.flash_attention(Q, K, V, sinks=s, implementation=tier).sum())(sinks)
+    assert got.dtype == jnp.float64
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("sinks", [None, -jnp.inf], ids=["no sinks", "sinks of -inf"])
+def test_guarded_loss_of_the_lse_of_empty_rows(tier, sinks):
+    """Its cotangent is NaN there, because where() cannot guard a gradient; the rows are empty by a bias or a mask."""
+    bias = jnp.zeros((1, 1, 8, 1)).at[:, :, 6:].set(jnp.finfo(jnp.float32).min)
+
+    def loss(q, k, v, bias, sinks, **options):
+        _, lse = pf.flash_attention(q, k, v, bias, sinks=sinks, implementation=tier, return_lse=True, **options)
+        return jnp.where(lse > -1e30, lse * jnp.exp(-lse), 0.0).sum()
+
+    sinks = None if sinks is None else jnp.full(2, sinks)
+    argnums = (0, 1, 2) if sinks is None else (0, 1, 2, 4)
+    by_bias = jax.grad(loss, (*argnums, 3))(Q, K, V, bias, sinks)
+    by_mask = jax.grad(loss, argnums)(Q, K, V, None, sinks, query_seq_lengths=jnp.array([6, 6]))
+    assert all(np.isfinite(np.asarray(g)).all() for g in (*by_bias, *by_mask))
+    for a, b in zip(by_bias, by_mask, strict=False):
+        np.testing.assert_allclose(a, b, atol=1e-5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,35 @@ def test_save_load_and_union(tmp_path):
         (tmp_path / "broken.json").write_text(text)
         with pytest.raises(ValueError, match=r"broken.json is not a table of tiles"):
             TileTable.load(tmp_path / "broken.json")
+
+
+def test_a_table_with_an_impossible_tile_is_refused_in_words():
+    for tile, words in (
+        ((("block_q", 32),), r"a tile in a table has block_kv, block_q.*got block_q"),
+        (tuple({**dict(entry().tile), "block_q": 48}.items()), r"powers of two from 16.*'block_q': 48"),
+    ):
+        with TileTable([entry()._replace(tile=tile)]), pytest.raises(ValueError, match=words):
+            tiles.choose(PROBLEM, "forward", H200)
+
+
+def test_a_table_in_two_threads():
+    table, seen, inside, leave = TileTable([entry()]), [], threading.Event(), threading.Event()
+
+    def other():
+        with table:
+            inside.set()
+            leave.wait(10)
+            seen.append(tiles.choose_with_origin(PROBLEM, "forward", H200)[1])
+        seen.append(tiles.choose_with_origin(PROBLEM, "forward", H200)[1])
+
+    thread = threading.Thread(target=other)
+    with table:
+        thread.start()
+        inside.wait(10)
+    assert tiles.choose_with_origin(PROBLEM, "forward", H200)[1] != "tuned here"
+    leave.set()
+    thread.join()
+    assert seen[0] == "tuned here" and seen[1] != "tuned here"
 
 
 def test_shipped_tables_are_as_save_writes_them(tmp_path):

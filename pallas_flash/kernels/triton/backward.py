@@ -47,6 +47,7 @@ def backward(
     # +inf makes every probability of an empty row exactly 0. Where float32 no longer resolves a logit, lse is moved up
     # by more than its rounding, so that no probability overflows.
     empty = jnp.isneginf(out.lse)
+    dlse = jnp.where(empty, 0.0, dlse)  # no logit moves the lse of such a row, whatever a guarded loss says of it
     lse2 = jnp.where(empty, 0.0, out.lse) * LOG2E
     lse2 = jnp.where(jnp.abs(lse2) < 2.0**24, lse2, lse2 + jnp.abs(lse2) * 2.0**-22)
     lse2 = jnp.where(empty, jnp.inf, lse2)

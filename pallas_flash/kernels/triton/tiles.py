@@ -29,6 +29,14 @@ class Tile:
     stages: int
     registers: bool = False
 
+    def __post_init__(self) -> None:
+        blocks = (self.block_q, self.block_kv, self.num_warps)
+        if any(n < 1 or n & (n - 1) for n in blocks) or min(blocks[:2]) < 16 or self.num_warps > 32 or self.stages < 1:
+            raise ValueError(
+                f"a tile's block_q and block_kv are powers of two from 16, its num_warps one up to 32, its stages at "
+                f"least 1; got {dataclasses.asdict(self)}"
+            )
+
     def __str__(self) -> str:
         held = ", held in registers" if self.registers else ""
         return f"{self.block_q}x{self.block_kv}, {self.num_warps} warps, {self.stages} stages{held}"
@@ -40,7 +48,11 @@ class Tile:
     @classmethod
     def of(cls, fields: Fields) -> Tile:
         values = dict(fields)
-        return cls(**values | {"registers": bool(values["registers"])})  # type: ignore[arg-type]
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(values) != names:
+            raise ValueError(f"a tile in a table has {', '.join(sorted(names))}; got {', '.join(sorted(values))}")
+        registers = bool(values.pop("registers"))
+        return cls(**values, registers=registers)
 
 
 def choose(problem: Problem, kernel: str, device: Device) -> Tile:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks run | memory | tune | sass | list | report``: workloads x implementations."""
+"""``python -m benchmarks run | memory | train | tune | sass | list | report``: workloads x implementations."""
 
 from __future__ import annotations
 
@@ -87,6 +87,28 @@ def write_report(args: argparse.Namespace) -> None:
         report.insert(document)
 
 
+def train(args: argparse.Namespace) -> None:
+    from . import training  # needs flax and optax, which the other commands do not
+
+    results: dict[str, Any] = {**report.provenance(), "rows": []}
+    for name in args.sizes.split(","):
+        for length in (int(x) for x in args.lengths.split(",")):
+            for peer in peers.find(args.peers):
+                shape = training.size(name, length, args.tokens)
+                try:
+                    r = training.row(name, shape, peer)
+                    said = f"{r['tokens_per_second']:12,.0f} tokens/s, spread {r['spread']:.1%}, loss {r['loss']:.4f}"
+                except Exception as error:  # out of memory, not on this device: the row says which
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                    r = {"workload": f"{name}-{workloads.label(length)}", "peer": peer, "refused": reason,
+                         "direction": "training step"}  # fmt: skip
+                    said = f"refused: {reason}"
+                results["rows"].append(r)
+                print(f"{r['workload']:18} {peer:16} {said}", flush=True)
+                save(args, results)
+    print("\n" + report.table(results))
+
+
 def tune(args: argparse.Namespace) -> None:
     table = tuning.tune(workloads.find(args.workloads), args.kernels.split(","), args.seconds, args.into)
     print(table)
@@ -122,6 +144,13 @@ def main() -> None:
     command.add_argument("--out", type=pathlib.Path)
     command.add_argument("--plot", type=pathlib.Path)
     command.set_defaults(run=memory)
+    command = commands.add_parser("train", help="tokens per second of a GPT's training step")
+    command.add_argument("--sizes", default="gpt2-small,gpt2-medium", help="comma-separated, or smoke")
+    command.add_argument("--lengths", default="1024,4096,16384")
+    command.add_argument("--tokens", type=int, default=workloads.TOKENS, help="of a step")
+    command.add_argument("--peers", default="triton,jax.nn cudnn,jax.nn xla")
+    command.add_argument("--out", type=pathlib.Path, help="JSON file")
+    command.set_defaults(run=train)
     command = commands.add_parser("tune", help="the fastest tile of each kernel, into a table")
     command.add_argument("--workloads", default="cells", help="groups or names, comma-separated")
     command.add_argument("--kernels", default="forward,dq,dkv", help="comma-separated, of forward, dq, dkv, dscore")

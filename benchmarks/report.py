@@ -66,7 +66,10 @@ def table(results: dict[str, Any]) -> str:
     for workload, direction in dict.fromkeys((r["workload"], r["direction"]) for r in rows):
         cells = {r["peer"]: r for r in rows if (r["workload"], r["direction"]) == (workload, direction)}
         lines.append(f"| {workload} | {direction} | " + " | ".join(_cell(cells.get(p)) for p in columns) + " |")
-    return "\n".join([*lines, "", f"TFLOP/s (microseconds). {_source(results)}"])
+    unit = (
+        "Tokens per second (milliseconds)" if any("tokens_per_second" in r for r in rows) else "TFLOP/s (microseconds)"
+    )
+    return "\n".join([*lines, "", f"{unit}. {_source(results)}"])
 
 
 def _memory_table(results: dict[str, Any]) -> str:
@@ -97,6 +100,8 @@ def refusals(results: dict[str, Any]) -> str:
 def _cell(r: dict[str, Any] | None) -> str:
     if r is None or "us" not in r:
         return "-"
+    if "tokens_per_second" in r:
+        return f"{r['tokens_per_second']:,.0f} ({r['us'] / 1000:.0f})"
     wrong = "" if r.get("error") is None or r["error"] < LARGEST_ERROR else f" **error {r['error']:.0e}**"
     return f"{r['tflops']:.0f} ({r['us']:.0f}){wrong}"
 

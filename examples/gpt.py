@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,6 +40,20 @@ SIZES = {
 }
 
 
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # of q, k, v and the documents' ids
+
+
+def flash(implementation: str | None) -> Attend:
+    """Our attention: causal, within documents."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        return pallas_flash.flash_attention(
+            q, k, v, is_causal=True, q_segment_ids=segments, implementation=implementation
+        )
+
+    return attend
+
+
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Rotary position embedding (Su et al., arXiv:2104.09864) of [batch, length, heads, head_dim]."""
     half = x.shape[-1] // 2
@@ -50,8 +65,8 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    def __init__(self, size: Size, dtype: Any, implementation: str | None, rngs: nnx.Rngs):
-        self.size, self.implementation = size, implementation
+    def __init__(self, size: Size, dtype: Any, attend: Attend, rngs: nnx.Rngs):
+        self.size, self.attend = size, attend
         heads = (size.heads + 2 * size.kv_heads, size.head_dim)
         self.qkv = nnx.LinearGeneral(size.width, heads, use_bias=False, dtype=dtype, rngs=rngs)
         self.out = nnx.LinearGeneral((size.heads, size.head_dim), size.width, axis=(-2, -1), use_bias=False,
@@ -61,16 +76,12 @@ class Attention(nnx.Module):
         n, k = self.size.heads, self.size.kv_heads
         q, k, v = jnp.split(self.qkv(x), [n, n + k], axis=2)
         q, k = rotate(q, positions), rotate(k, positions)
-        return self.out(
-            pallas_flash.flash_attention(
-                q, k, v, is_causal=True, q_segment_ids=segments, implementation=self.implementation
-            )
-        )
+        return self.out(self.attend(q, k, v, segments))
 
 
 class Block(nnx.Module):
-    def __init__(self, size: Size, dtype: Any, implementation: str | None, rngs: nnx.Rngs):
-        self.attention = Attention(size, dtype, implementation, rngs)
+    def __init__(self, size: Size, dtype: Any, attend: Attend, rngs: nnx.Rngs):
+        self.attention = Attention(size, dtype, attend, rngs)
         self.norm1, self.norm2 = (nnx.RMSNorm(size.width, dtype=dtype, rngs=rngs) for _ in range(2))
         self.up = nnx.Linear(size.width, 4 * size.width, use_bias=False, dtype=dtype, rngs=rngs)
         self.down = nnx.Linear(4 * size.width, size.width, use_bias=False, dtype=dtype, rngs=rngs)
@@ -81,17 +92,20 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    def __init__(self, size: Size, dtype: Any, implementation: str | None, rngs: nnx.Rngs):
+    """With ``remat``, of each block only the attention's results are kept for the backward pass."""
+
+    def __init__(self, size: Size, dtype: Any, attend: Attend, rngs: nnx.Rngs, *, remat: bool = True):
+        self.remat = remat
         self.embed = nnx.Embed(VOCABULARY, size.width, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(size, dtype, implementation, rngs) for _ in range(size.layers)])
+        self.blocks = nnx.List([Block(size, dtype, attend, rngs) for _ in range(size.layers)])
         self.norm = nnx.RMSNorm(size.width, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(size.width, VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
         """Logits float32 [batch, length, 256]."""
-        # Of each block only the attention's results are kept for the backward pass; the rest is computed again.
         keep = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
         x = self.embed(tokens)
         for block in self.blocks:
-            x = nnx.remat(lambda b, *args: b(*args), policy=keep)(block, x, segments, positions)
+            run = nnx.remat(lambda b, *args: b(*args), policy=keep) if self.remat else lambda b, *args: b(*args)
+            x = run(block, x, segments, positions)
         return self.head(self.norm(x)).astype(jnp.float32)

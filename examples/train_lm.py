@@ -19,7 +19,7 @@ from flax import nnx
 import pallas_flash
 
 from . import corpus
-from .gpt import GPT, SIZES, Size
+from .gpt import GPT, SIZES, Size, flash
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -33,7 +33,7 @@ class Trainer:
 
     def __init__(self, size: Size, implementation: str | None, steps: int):
         dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-        self.graph, self.params = nnx.split(GPT(size, dtype, implementation, nnx.Rngs(0)))
+        self.graph, self.params = nnx.split(GPT(size, dtype, flash(implementation), nnx.Rngs(0)))
         schedule = optax.warmup_cosine_decay_schedule(0.0, size.learning_rate, min(50, steps // 4), steps)
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
         self.state = self.optimizer.init(self.params)

@@ -200,3 +200,12 @@ def test_sass_compiles_every_tile_of_the_tables(gpu):
         for situation in listener.candidates:
             taken.add(tiles.shipped(device).nearest(situation))
     assert {e for e in tiles.shipped(device).entries if e.situation.kernel != "dscore"} <= taken
+
+
+def test_train_gives_tokens_per_second(monkeypatch, tmp_path, capsys):
+    invoke(monkeypatch, "train", "--sizes", "smoke", "--lengths", "32", "--tokens", "64", "--peers",
+           "xla,jax.nn xla,triton", "--out", tmp_path / "train.json")  # fmt: skip
+    ours, theirs, refused = json.loads((tmp_path / "train.json").read_text())["rows"]
+    assert ours["loss"] == pytest.approx(theirs["loss"], abs=0.05) and ours["tokens_per_second"] > 0
+    assert "'triton' cannot run" in refused["refused"]
+    assert "| smoke-32 | training step |" in capsys.readouterr().out

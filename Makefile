@@ -33,9 +33,9 @@ sass: $(READY)
 gpu-test:
 	$(PYTHON) -m tests.gpu_record
 
-# CONSTRAINT holds a version down (CONSTRAINT='jax==0.10.2'); with an NVIDIA GPU use EXTRAS=dev,cuda13.
 install: $(READY)
 
+# CONSTRAINT holds a version down (CONSTRAINT='jax==0.10.2'); with an NVIDIA GPU use EXTRAS=dev,cuda13.
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)

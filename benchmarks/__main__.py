@@ -62,7 +62,7 @@ def memory(args: argparse.Namespace) -> None:
                 r = timing.memory(w, peer)
                 print(f"{peer:16} S={length:7} {r['temp_bytes'] / 2**20:12.1f} MiB", flush=True)
             except Exception as error:  # out of memory, not on this device, not installed: the row says which
-                reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                reason = peers.reason(error)
                 r = {"workload": w.name, "peer": peer, "length": length, "refused": reason}
                 print(f"{peer:16} S={length:7} refused: {reason}", flush=True)
             results["rows"].append(r)
@@ -99,7 +99,7 @@ def train(args: argparse.Namespace) -> None:
                     r = training.row(name, shape, peer)
                     said = f"{r['tokens_per_second']:12,.0f} tokens/s, spread {r['spread']:.1%}, loss {r['loss']:.4f}"
                 except Exception as error:  # out of memory, not on this device: the row says which
-                    reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                    reason = peers.reason(error)
                     r = {"workload": f"{name}-{workloads.label(length)}", "peer": peer, "refused": reason,
                          "direction": "training step"}  # fmt: skip
                     said = f"refused: {reason}"

@@ -27,6 +27,11 @@ class Refusal(Exception):
     """A peer cannot run a workload; the text says why."""
 
 
+def reason(error: Exception) -> str:
+    """Why a cell was not measured, in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 def extras(w: Workload) -> dict[str, Any]:
     made: dict[str, Any] = dict.fromkeys(("ids", "mask", "bias", "sinks", "slopes", "key", "starts", "blocks"))
     if w.documents:

@@ -9,7 +9,6 @@ environment must be set before JAX is imported.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import re
@@ -24,38 +23,36 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from pallas_flash.devices import Device
 from pallas_flash.kernels.triton import tiles
 
-from . import peers, timing, workloads
+from . import peers, report, timing, workloads
 from .workloads import Workload
 
 
 class Gpu(NamedTuple):
-    """A GPU that is only described. ``registers`` and the rest decide nothing of our kernels but what fits."""
+    """A GPU that is only described: what does not decide which kernels fit is the same for all."""
 
-    kind: str
+    device: Device
     ptxas: str  # its name of the architecture
-    capability: tuple[int, int]
-    shared_memory: int  # bytes that one block may use
-    shared_memory_per_core: int
     cores: int
 
     @property
     def config(self) -> str:
-        major, minor = self.capability
+        major, minor = self.device.capability
+        most = self.device.shared_memory  # of a block; a core has a kilobyte more, for the system
         described = f"""
             threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-            shared_memory_per_core: {self.shared_memory_per_core} threads_per_core_limit: 2048 core_count: {self.cores}
+            shared_memory_per_core: {most + 1024} threads_per_core_limit: 2048 core_count: {self.cores}
             fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
             memory_bandwidth: 2000000000000 l2_cache_size: 41943040 clock_rate_ghz: 1.5 device_memory_size: 80000000000
-            shared_memory_per_block_optin: {self.shared_memory} registers_per_core_limit: 65536
+            shared_memory_per_block_optin: {most} registers_per_core_limit: 65536
             registers_per_block_limit: 65536 cuda_compute_capability {{ major: {major} minor: {minor} }}"""
-        return f'gpu_device_info {{ {described} }} platform_name: "CUDA" device_description_str: "{self.kind}"'
+        return f'gpu_device_info {{ {described} }} platform_name: "CUDA" device_description_str: "{self.device.kind}"'
 
 
 GPUS = {
-    "sm_80": Gpu("NVIDIA A100", "sm_80", (8, 0), 166_912, 167_936, 108),
-    "sm_86": Gpu("NVIDIA L4", "sm_89", (8, 9), 101_376, 102_400, 58),
-    "sm_90": Gpu("NVIDIA H200", "sm_90a", (9, 0), 232_448, 233_472, 132),
-    "sm_100": Gpu("NVIDIA B200", "sm_100a", (10, 0), 232_448, 233_472, 148),
+    "sm_80": Gpu(Device("cuda", "NVIDIA A100", (8, 0)), "sm_80", 108),
+    "sm_86": Gpu(Device("cuda", "NVIDIA L4", (8, 9)), "sm_89", 58),
+    "sm_90": Gpu(Device("cuda", "NVIDIA H200", (9, 0)), "sm_90a", 132),
+    "sm_100": Gpu(Device("cuda", "NVIDIA B200", (10, 0)), "sm_100a", 148),
 }
 
 
@@ -75,7 +72,7 @@ def compile_gradient(w: Workload, gpu: Gpu) -> None:
     placed = NamedSharding(mesh, PartitionSpec())
     shapes = jax.eval_shape(lambda: (*timing.inputs(w), peers.extras(w)))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes)
-    device = AbstractDevice(gpu.kind, gpu.cores, "cuda")
+    device = AbstractDevice(gpu.device.kind, gpu.cores, "cuda")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         lowered = jax.jit(gradient).trace(*shapes).lower(lowering_platforms=("cuda",))
     lowered.compile()
@@ -118,7 +115,7 @@ def find_ptxas() -> str:
 def of_tables(gpu: Gpu) -> list[Workload]:
     """A workload for every situation of which the table of a GPU has a tile: together, all tiles that it names."""
     found = {}
-    for entry in tiles.shipped(Device("cuda", gpu.kind, gpu.capability)).entries:
+    for entry in tiles.shipped(gpu.device).entries:
         s = entry.situation
         heads = max(2, workloads.HIDDEN // s.dim)
         name = f"{s.bits}-bit-d{s.dim}-{s.mask}{'-grouped' if s.grouped else ''}-{workloads.label(s.length)}"
@@ -183,14 +180,13 @@ def main() -> None:
                 continue
             except jax.errors.JaxRuntimeError as error:  # more shared memory than there is, most often
                 found = [{"workload": w.name, "kernel": "", "spill_stores": 0, "warnings": [],
-                          "refused": str(error).splitlines()[0][:200]}]  # fmt: skip
+                          "refused": peers.reason(error)}]  # fmt: skip
             for r in found:
                 rows.append({"gpu": gpu, **r})
                 print(_line(rows[-1]), flush=True)
     if args.out:
-        lines = ",\n  ".join(json.dumps(r) for r in rows)
-        args.out.write_text(f'{{"jax": "{jax.__version__}", "rows": [\n  {lines}\n]}}\n')
-    if args.strict and (complaints := worse(rows, json.loads(args.strict.read_text())["rows"])):
+        report.write(args.out, {"jax": jax.__version__, "rows": rows})
+    if args.strict and (complaints := worse(rows, report.read(args.strict)["rows"])):
         raise SystemExit("\n".join(complaints))
 
 

@@ -14,19 +14,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_flash.tuning import samples
+
 from . import peers, reference, torch_sdpa
 from .peers import PEERS, Refusal
 from .workloads import Workload
 
-SAMPLES = 5
-SAMPLE_SECONDS = 0.03
+SAMPLE_SECONDS, MOST_CALLS = 0.03, 2000
 
 
 class Sample(NamedTuple):
@@ -62,20 +62,9 @@ def inputs(w: Workload) -> tuple[jax.Array, ...]:
 
 
 def measure(call: Callable[[], Any], wait: Callable[[Any], Any]) -> Sample:
-    def queue(calls: int) -> float:
-        started = time.perf_counter()
-        for _ in range(calls):
-            result = call()
-        wait(result)
-        return (time.perf_counter() - started) / calls
-
-    queue(1)  # loads the program
-    # One call would measure the synchronisation as much as the work, where the work is short.
-    once = queue(5) if queue(1) < SAMPLE_SECONDS else SAMPLE_SECONDS
-    calls = max(1, min(2000, round(SAMPLE_SECONDS / once)))
-    samples = [queue(calls) for _ in range(SAMPLES)]
-    median = statistics.median(samples)
-    return Sample(median, (max(samples) - min(samples)) / median)
+    taken = samples(call, wait, SAMPLE_SECONDS, MOST_CALLS)
+    median = statistics.median(taken)
+    return Sample(median, (max(taken) - min(taken)) / median)
 
 
 def run(case: Case, peer: str, directions: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -86,8 +75,7 @@ def run(case: Case, peer: str, directions: tuple[str, ...]) -> list[dict[str, An
         try:
             rows.append({**_base(case, peer, direction), **timed(case, peer, direction)})
         except Exception as error:  # whatever a peer raises must not end the run of the others
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            rows.append({**_base(case, peer, direction), "refused": reason})
+            rows.append({**_base(case, peer, direction), "refused": peers.reason(error)})
     return rows
 
 

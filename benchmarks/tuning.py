@@ -24,9 +24,7 @@ def tune(ws: Iterable[Workload], kernels: Sequence[str], seconds: float, path: p
     A workload that keeps its tile is not entered. Forward and backward are timed apart.
     """
     path = path or tiles.table_path(devices.current())
-    table = (
-        pf.TileTable.load(path) if path.exists() else pf.TileTable([], f"measured on {jax.devices()[0].device_kind}")
-    )
+    table = pf.TileTable.load(path) if path.exists() else pf.TileTable([], _measured())
     for w in ws:
         print(f"== {w.name}", flush=True)
         (q, k, v, do), extras = timing.inputs(w), peers.extras(w)
@@ -44,7 +42,10 @@ def tune(ws: Iterable[Workload], kernels: Sequence[str], seconds: float, path: p
 def _better(table: pf.TileTable, seconds: float, kernels: tuple[str, ...], fn: Callable, *args) -> pf.TileTable:
     say = functools.partial(print, flush=True)
     won = pf.autotune(fn, *args, kernels=kernels, seconds=seconds, progress=say)
-    kind = jax.devices()[0].device_kind
-    measured = f"measured on {kind}"
-    origin = table.origin if kind in table.origin or not won.entries else f"{measured} in part; the rest {table.origin}"
+    here = jax.devices()[0].device_kind in table.origin
+    origin = table.origin if here or not won.entries else f"{_measured()} in part; the rest {table.origin}"
     return pf.TileTable((won | table).entries, origin)
+
+
+def _measured() -> str:
+    return f"measured on {jax.devices()[0].device_kind}"

@@ -104,8 +104,12 @@ class GPT(nnx.Module):
     def __call__(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
         """Logits float32 [batch, length, 256]."""
         keep = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+
+        def run(block, *args):
+            return block(*args)
+
+        run = nnx.remat(run, policy=keep) if self.remat else run
         x = self.embed(tokens)
         for block in self.blocks:
-            run = nnx.remat(lambda b, *args: b(*args), policy=keep) if self.remat else lambda b, *args: b(*args)
             x = run(block, x, segments, positions)
         return self.head(self.norm(x)).astype(jnp.float32)

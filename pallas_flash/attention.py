@@ -278,9 +278,10 @@ def _backward(plan: Plan, saved: tuple[Operands, Output], cotangents: Output) ->
 
     g = _once_differentiable(everywhere)(x, out, cotangents)
     dscale = None if x.scale is None or g.dscale is None else g.dscale.astype(x.scale.dtype)
+    dsinks = None if x.sinks is None or g.dsinks is None else g.dsinks.astype(x.sinks.dtype)
     dscore = None if x.score is None else jax.tree.unflatten(jax.tree.structure(x.score), g.dscore)
     none: Any = None
-    return (Operands(g.dq, g.dk, g.dv, dscore, none, none, dscale, g.dsinks, none),)
+    return (Operands(g.dq, g.dk, g.dv, dscore, none, none, dscale, dsinks, none),)
 
 
 _kernels.defvjp(_forward, _backward)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
 import pathlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
-MASKS = ("full", "masked", "packed", "window")
-# Whose tile to take where a kind of mask has none of its own.
+# Kinds of masks, and whose tile to take where one has none of its own.
 _LIKE = {
     "full": ("full", "masked", "packed", "window"),
     "masked": ("masked", "packed", "full", "window"),
@@ -114,9 +114,7 @@ class TileTable:
             for entry in sorted(self.entries, key=lambda entry: entry.situation)
         ]
         body = ",\n  ".join(lines)
-        text = f'{{"origin": {json.dumps(self.origin)},\n "entries": [\n  {body}\n ]}}\n' if lines else (
-            json.dumps({"origin": self.origin, "entries": []}) + "\n")  # fmt: skip
-        pathlib.Path(path).write_text(text)
+        pathlib.Path(path).write_text(f'{{"origin": {json.dumps(self.origin)},\n "entries": [\n  {body}\n ]}}\n')
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> TileTable:
@@ -153,23 +151,21 @@ def active() -> tuple[TileTable, ...]:
 
 
 class Asked:
-    """Collects which kernels run: ``with Asked() as asked:``, then ``asked.candidates``, their tiles by situation."""
+    """Which kernels run: ``candidates``, the tiles of each by situation."""
 
     def __init__(self) -> None:
         self.candidates: dict[Situation, tuple[Fields, ...]] = {}
-        self._context: Any = None
-
-    def __enter__(self) -> Asked:
-        # Entered as a context of its own, so that JAX traces anew what it has compiled already.
-        self._context = _listener(self)
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
 
 
 _listener = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[Asked]:
+    """Collects the kernels of what is traced inside; being another :class:`Asked`, JAX traces compiled code anew."""
+    asked = Asked()
+    with _listener(asked):
+        yield asked
 
 
 def listener() -> Asked | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .tile_table import Asked, Entry, Fields, Situation, TileTable
+from .tile_table import Entry, Fields, Situation, TileTable, asking
 
 SAMPLES, SAMPLE_SECONDS, MOST_CALLS = 5, 0.02, 500
 GAIN = 0.01  # less is noise
@@ -51,7 +51,7 @@ def autotune(
     >>> with table:
     ...     pass
     """
-    with Asked() as asked:
+    with asking() as asked:
         jax.eval_shape(_fresh(fn), *args)
     situations = {s: tiles for s, tiles in asked.candidates.items() if s.kernel in kernels}
     if not situations:
@@ -103,17 +103,27 @@ def _seconds(fn: Callable[..., Any], args: tuple[Any, ...], table: TileTable) ->
     with table:
         compiled = jax.jit(_fresh(fn)).lower(*args).compile()
 
+    return statistics.median(samples(lambda: compiled(*args), jax.block_until_ready, SAMPLE_SECONDS, MOST_CALLS))
+
+
+def samples(call: Callable[[], Any], wait: Callable[[Any], Any], seconds: float, most: int) -> list[float]:
+    """Times of a call, each the mean of a queue of at most ``most`` that takes about ``seconds``.
+
+    Calls queued one behind the other hide what starting one costs.
+    """
+
     def queue(calls: int) -> float:
         started = time.perf_counter()
         for _ in range(calls):
-            result = compiled(*args)
-        jax.block_until_ready(result)
+            result = call()
+        wait(result)
         return (time.perf_counter() - started) / calls
 
     queue(1)  # loads the program
-    # Calls queued one behind the other hide what starting one costs.
-    calls = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / queue(1))))
-    return statistics.median(queue(calls) for _ in range(SAMPLES))
+    # One call would measure the synchronisation as much as the work, where the work is short.
+    once = queue(5) if queue(1) < seconds else seconds
+    calls = max(1, min(most, round(seconds / once)))
+    return [queue(calls) for _ in range(SAMPLES)]
 
 
 def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,9 +13,8 @@ import pallas_flash as pf
 from benchmarks import __main__ as command
 from benchmarks import peers, reference, report, sass, timing, workloads
 from benchmarks.workloads import Workload
-from pallas_flash.devices import Device
 from pallas_flash.kernels.triton import tiles
-from pallas_flash.tile_table import Asked, Entry
+from pallas_flash.tile_table import Entry, asking
 
 # The options that the smoke workloads lack, small.
 SMALL = [
@@ -152,14 +151,13 @@ def test_tune_times_both_directions(monkeypatch, tmp_path, capsys):
 
     def fake(fn, *args, kernels, seconds, progress):
         asked.append((kernels, seconds))
-        with Asked() as listener:
+        with asking() as listener:
             jax.eval_shape(fn, *args)
         found = {s.kernel: s for s in listener.candidates}
         assert set(kernels) <= set(found)  # the timed function runs what is tuned
         return pf.TileTable([Entry(found[kernels[0]], (("block_q", 32),), 1.0)])
 
     monkeypatch.setattr(pf, "autotune", fake)
-    monkeypatch.setitem(peers.PEERS, "triton", peers.PEERS["triton"])
     with pf.interpret():
         invoke(monkeypatch, "tune", "--workloads", "smoke-causal", "--seconds", "3", "--into", tmp_path / "t.json")
     assert asked == [(("forward",), 3.0), (("dq", "dkv"), 6.0)]
@@ -189,13 +187,13 @@ def _sum_of(attention):
 @pytest.mark.parametrize("gpu", sass.GPUS)
 def test_sass_compiles_every_tile_of_the_tables(gpu):
     """Each entry is what some workload's kernel takes."""
-    device = Device("cuda", sass.GPUS[gpu].kind, sass.GPUS[gpu].capability)
+    device = sass.GPUS[gpu].device
     taken = set()
     for w in sass.of_tables(sass.GPUS[gpu]):
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(device.kind, 132, "cuda"))):
             attention = peers.PEERS["triton"](w)
             (q, k, v, _), extras = jax.eval_shape(lambda w=w: (timing.inputs(w), peers.extras(w)))
-            with Asked() as listener:
+            with asking() as listener:
                 jax.eval_shape(jax.grad(_sum_of(attention)), q, k, v, extras)
         for situation in listener.candidates:
             taken.add(tiles.shipped(device).nearest(situation))

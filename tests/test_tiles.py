@@ -96,9 +96,8 @@ def test_nearest_prefers_dim_then_mask_then_length():
     )
     wanted = Situation("triton", "forward", 16, 128, "masked", False, 8192)
     assert table.nearest(wanted).situation == wanted._replace(length=16384)
-    assert (
-        table.nearest(wanted._replace(dim=130)).situation.dim == 256
-    )  # a larger dim's tile fits, a smaller's does not
+    # a larger dim's tile fits, a smaller's does not
+    assert table.nearest(wanted._replace(dim=130)).situation.dim == 256
     assert table.nearest(wanted._replace(dim=300)) is None
     assert table.nearest(wanted._replace(mask="window")).situation.mask == "window"
     assert table.nearest(wanted._replace(length=4096)).situation.length == 1024  # of two as far, the shorter

@@ -85,8 +85,7 @@ def forward(problem: Problem, device: Device, x: Operands, *, keep_rest: bool) -
     """Output and natural-log lse; with ``keep_rest`` also what a 16-bit output lost to rounding."""
     tile = tiles.take(problem, "forward", device)
     keep_rest = keep_rest and problem.dtype != "float32"
-    q, k, v = _factors(problem, device, x.q, x.k, x.v)
-    x = addressable(x._replace(q=q, k=k, v=v, sinks=_float32(x.sinks)))
+    x = _readied(problem, device, x)
     with quiet_deprecation():
         return _forward_kernel.forward(problem, x, tile, device.interpret, keep_rest=keep_rest)
 
@@ -94,17 +93,18 @@ def forward(problem: Problem, device: Device, x: Operands, *, keep_rest: bool) -
 def backward(problem: Problem, device: Device, x: Operands, out: Output, do: jax.Array, dlse: jax.Array) -> Gradients:
     """Gradients from the cotangents of o and lse."""
     chosen = {kernel: tiles.take(problem, kernel, device) for kernel in _kernels(problem) if kernel != "forward"}
-    q, k, v, do = _factors(problem, device, x.q, x.k, x.v, do)
-    sinks = x.sinks
-    x = addressable(x._replace(q=q, k=k, v=v, sinks=_float32(sinks)))
+    (do,) = _factors(problem, device, do)
+    x = _readied(problem, device, x)
     with quiet_deprecation():
-        g = _backward_kernels.backward(problem, x, out, do, dlse, chosen, device.interpret)
-    return g if sinks is None or g.dsinks is None else g._replace(dsinks=g.dsinks.astype(sinks.dtype))
+        return _backward_kernels.backward(problem, x, out, do, dlse, chosen, device.interpret)
 
 
-def _float32(sinks: jax.Array | None) -> jax.Array | None:
-    """A float64 one, as of any array made in x64 mode, would make all that it meets in a kernel 64 bits wide."""
-    return None if sinks is None else sinks.astype("float32")
+def _readied(problem: Problem, device: Device, x: Operands) -> Operands:
+    """The operands as kernels take them."""
+    q, k, v = _factors(problem, device, x.q, x.k, x.v)
+    # float64, as of any array made in x64 mode, would make all that it meets in a kernel 64 bits wide.
+    sinks = None if x.sinks is None else x.sinks.astype("float32")
+    return addressable(x._replace(q=q, k=k, v=v, sinks=sinks))
 
 
 def _factors(problem: Problem, device: Device, *arrays: jax.Array) -> list[jax.Array]:

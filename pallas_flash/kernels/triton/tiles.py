@@ -66,8 +66,8 @@ def choose(problem: Problem, kernel: str, device: Device) -> Tile:
 
 def take(problem: Problem, kernel: str, device: Device) -> Tile:
     """:func:`choose` for a kernel that is going to run: whoever tunes hears of it."""
-    asked, wanted = listener(), situation(problem, kernel)
-    if asked is not None and wanted not in asked.candidates:
+    asked = listener()
+    if asked is not None and (wanted := situation(problem, kernel)) not in asked.candidates:
         asked.candidates[wanted] = tuple(tile.fields() for tile in candidates(problem, kernel, device))
     return choose(problem, kernel, device)
 

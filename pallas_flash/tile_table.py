@@ -21,6 +21,8 @@ _LIKE = {
     "window": ("window", "packed", "masked", "full"),
 }
 
+KERNELS = ("forward", "dq", "dkv", "dscore")
+
 Fields = tuple[tuple[str, int], ...]  # of a tier's own class of tiles: names and values, in order of the names
 
 
@@ -80,6 +82,8 @@ class TileTable:
 
     def __init__(self, entries: Iterable[Entry] = (), origin: str = "tuned here"):
         self.entries = tuple(entries)
+        for entry in self.entries:
+            _check(entry)
         self.origin = origin
         self._entered: dict[int, list[Any]] = collections.defaultdict(list)  # by thread
 
@@ -126,7 +130,7 @@ class TileTable:
         try:
             read = json.loads(pathlib.Path(path).read_text())
             return cls([_entry(row) for row in read["entries"]], read["origin"])
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is not a table of tiles that TileTable.save wrote: {error!r}") from None
 
     def nearest(self, wanted: Situation) -> Entry | None:
@@ -176,6 +180,28 @@ def listener() -> Asked | None:
 def _entry(row: dict[str, Any]) -> Entry:
     fields = {name: row[name] for name in Situation._fields}
     return Entry(Situation(**fields), tuple(sorted(row["tile"].items())), row["us"])
+
+
+def _check(entry: Entry) -> None:
+    """What every tier can count on; which sizes of tiles a kernel takes, its tier says where the tile is used."""
+    s = entry.situation
+    sound = {
+        "tier": isinstance(s.tier, str),
+        "kernel": s.kernel in KERNELS,
+        "bits": s.bits in (16, 32),
+        "dim": isinstance(s.dim, int) and s.dim > 0,
+        "mask": isinstance(s.mask, str) and s.mask in _LIKE,
+        "grouped": isinstance(s.grouped, bool),
+        "length": isinstance(s.length, int) and s.length >= 0,
+    }
+    for name, is_sound in sound.items():
+        if not is_sound:
+            raise ValueError(f"an entry of a table of tiles has {name}={getattr(s, name)!r}")
+    for name, value in entry.tile:
+        if not isinstance(value, int):
+            raise ValueError(f"an entry of a table of tiles has {name}={value!r}, which must be a whole number")
+    if not isinstance(entry.us, int | float | None):
+        raise ValueError(f"an entry of a table of tiles has us={entry.us!r}")
 
 
 def _comparable(a: Situation, wanted: Situation) -> bool:

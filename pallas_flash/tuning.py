@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from .tile_table import Entry, Fields, Situation, TileTable, asking
+from .tile_table import KERNELS, Entry, Fields, Situation, TileTable, asking
 
 SAMPLES, SAMPLE_SECONDS, MOST_CALLS = 5, 0.02, 500
 GAIN = 0.01  # less is noise
@@ -18,7 +20,7 @@ GAIN = 0.01  # less is noise
 def autotune(
     fn: Callable[..., Any],
     *args: Any,
-    kernels: tuple[str, ...] = ("forward", "dq", "dkv", "dscore"),
+    kernels: Sequence[str] = KERNELS,
     seconds: float = 600.0,
     progress: Callable[[str], None] | None = None,
 ) -> TileTable:
@@ -30,9 +32,9 @@ def autotune(
 
     Args:
       fn: what to time, jitted or not: a call of ``flash_attention``, its gradient, a training step. It is called many
-        times and must not donate its arguments.
+        times and must not donate its arguments. What it computes and does not return is not run, so not tuned.
       *args: its arguments, arrays of the sizes that matter.
-      kernels: which kernels to tune.
+      kernels: which kernels to tune, of "forward", "dq", "dkv" and "dscore" (the gradients of biases).
       seconds: when this time is over no new tile is tried.
       progress: called with a line of text for each tile.
 
@@ -41,7 +43,9 @@ def autotune(
       it back with ``TileTable.load``, and use it with ``with table:``.
 
     Raises:
-      ValueError: ``fn`` runs none of the kernels, as on a machine without a GPU (``explain`` tells why).
+      ValueError: ``fn`` runs none of the kernels, as on a machine without a GPU (``explain`` tells why), or
+        ``kernels`` names one that does not exist.
+      Exception: what ``fn`` itself raised with every tile.
 
     >>> import jax, jax.numpy as jnp, pallas_flash
     >>> q = jnp.ones((1, 16, 1, 16))
@@ -51,6 +55,8 @@ def autotune(
     >>> with table:
     ...     pass
     """
+    if isinstance(kernels, str) or not set(kernels) <= set(KERNELS):
+        raise ValueError(f"kernels must be some of {KERNELS}, got {kernels!r}")
     with asking() as asked:
         jax.eval_shape(_fresh(fn), *args)
     situations = {s: tiles for s, tiles in asked.candidates.items() if s.kernel in kernels}
@@ -60,8 +66,9 @@ def autotune(
             f"fn runs no kernel that has tiles (looked for: {wanted}); pallas_flash.explain(...) of its attention call "
             "tells which implementation runs and why the kernels do not"
         )
-    device = jax.tree.leaves(args)[0].devices().pop() if jax.tree.leaves(args) else jax.devices()[0]
-    origin = f"tuned on {getattr(device, 'device_kind', device)} with JAX {jax.__version__}"
+    placed = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)] or [jnp.zeros(())]
+    (kind,) = {device.device_kind for device in placed[0].devices()}
+    origin = f"tuned on {kind} with JAX {jax.__version__}"
     best = TileTable([], origin)
     end = time.perf_counter() + seconds
     for situation, tiles in situations.items():
@@ -80,8 +87,13 @@ def _tune_one(
 ) -> TileTable:
     if time.perf_counter() >= end:
         return best
-    least = _seconds(fn, args, best)
-    progress(f"{situation}: {least * 1e6:.0f} us with the tile that it has")
+    least, failure = math.inf, None
+    try:
+        least = _seconds(fn, args, best)
+        progress(f"{situation}: {least * 1e6:.0f} us with the tile that it has")
+    except Exception as error:  # made for another GPU, say
+        failure = error
+        progress(f"{situation}: refused with the tile that it has: {_first_line(error)}")
     for tile in tiles:
         if time.perf_counter() >= end:
             break
@@ -89,13 +101,19 @@ def _tune_one(
         try:
             took = _seconds(fn, args, TileTable([Entry(situation, tile)], best.origin) | best)
         except Exception as error:  # too much shared memory or too many registers: each backend has its own error
-            progress(f"{situation}: refused with {shown}: {str(error).splitlines()[0][:100]}")
+            progress(f"{situation}: refused with {shown}: {_first_line(error)}")
             continue
         progress(f"{situation}: {took * 1e6:.0f} us with {shown}")
         if took < least * (1 - GAIN):
             least = took
             best = TileTable([Entry(situation, tile, took * 1e6)], best.origin) | best
+    if failure is not None and least == math.inf:
+        raise failure
     return best
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
 
 
 def _seconds(fn: Callable[..., Any], args: tuple[Any, ...], table: TileTable) -> float:

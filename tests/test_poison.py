@@ -102,6 +102,58 @@ def test_segments_are_isolated(tier, kernels):
         np.testing.assert_array_equal(a[:, :37], b[:, :37])
 
 
+@pytest.mark.parametrize("bad", ["q", "k", "v"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_nan_stays_in_its_document(tier, bad, kernels):
+    """The lse of a row that sees a NaN is NaN, and so are its probabilities, also those of pairs it may not see."""
+    q, k, v, do = arrays()
+    ids = jnp.asarray((np.arange(T)[None] >= 37).astype(np.int32).repeat(2, 0))
+    options = {"q_segment_ids": ids}
+    clean = {"q": q, "k": k, "v": v}
+    poisoned = clean | {bad: clean[bad].at[:, 3].set(jnp.nan)}
+    with kernels():
+        one = forward_and_gradients(*clean.values(), do, options, tier)
+        do = do + forward_and_gradients(*poisoned.values(), do, options, tier)[0] * 0  # NaN, as a loss makes it
+        two = forward_and_gradients(*poisoned.values(), do, options, tier)
+    for a, b in zip(one, two):
+        a, b = (np.asarray(x).swapaxes(1, 2) if x.ndim == 3 else np.asarray(x) for x in (a, b))
+        np.testing.assert_array_equal(a[:, 37:], b[:, 37:])
+    assert np.isnan(np.asarray(two[0])[:, 3]).all()
+
+
+def test_a_nan_cotangent_stays_in_its_document(kernels):
+    q, k, v, do = arrays()
+    ids = jnp.asarray((np.arange(T)[None] >= 37).astype(np.int32).repeat(2, 0))
+    with kernels():
+        one = forward_and_gradients(q, k, v, do, {"q_segment_ids": ids}, "triton")
+        two = forward_and_gradients(q, k, v, do.at[:, 3].set(jnp.nan), {"q_segment_ids": ids}, "triton")
+    same((a[:, 37:] for a in one[2:]), (a[:, 37:] for a in two[2:]))
+
+
+STATIC = {"causal": {"is_causal": True}, "window": {"is_causal": True, "local_window_size": (20, 0)}}
+SCORES = {"plain": {}, "bias": {"bias": normal(7, 1, 2, T, T)}, "dropped": {"dropout_rng": jax.random.key(3)}}
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("pattern", STATIC)
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_nan_query_reaches_only_the_keys_that_it_sees(tier, pattern, score, kernels):
+    q, k, v, do = arrays()
+    static = STATIC[pattern] | ({"dropout_rate": 0.25} if score == "dropped" else {})
+    static = tuple(static.items())
+    with kernels():
+        one = forward_and_gradients(q, k, v, do, SCORES[score], tier, static)
+        do = do.at[:, 33].set(jnp.nan)
+        two = forward_and_gradients(q.at[:, 33].set(jnp.nan), k, v, do, SCORES[score], tier, static)
+    others, unseen = np.arange(T) != 33, np.arange(T) > 33
+    if pattern == "window":
+        unseen |= np.arange(T) < 33 - 20
+    for a, b, rows in zip(one, two, (others, None, others, unseen, unseen)):
+        if rows is not None:
+            np.testing.assert_array_equal(np.asarray(a)[:, rows], np.asarray(b)[:, rows])
+    assert np.isnan(np.asarray(two[0])[:, 33]).all()
+
+
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_zero_cotangent_gives_zero(tier, causal, kernels):

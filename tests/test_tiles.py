@@ -115,6 +115,34 @@ def test_save_load_and_union(tmp_path):
             TileTable.load(tmp_path / "broken.json")
 
 
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("dim", "128"),
+        ("dim", 0),
+        ("mask", "causal"),
+        ("mask", []),
+        ("bits", 8),
+        ("kernel", "dqkv"),
+        ("grouped", 1),
+        ("length", 4.5),
+        ("tier", None),
+        ("tile", {"block_q": "32"}),
+        ("tile", []),
+        ("us", "fast"),
+    ],
+)
+def test_a_file_with_an_impossible_entry_is_refused(tmp_path, field, value):
+    path = tmp_path / "table.json"
+    TileTable([entry()]).save(path)
+    read = json.loads(path.read_text())
+    read["entries"][0][field] = value
+    path.write_text(json.dumps(read))
+    with pytest.raises(ValueError, match=r"table.json is not a table of tiles") as refused:
+        TileTable.load(path)
+    assert field in str(refused.value) or field == "tile"
+
+
 def test_a_table_with_an_impossible_tile_is_refused_in_words():
     for tile, words in (
         ((("block_q", 32),), r"a tile in a table has block_kv, block_q.*got block_q"),
@@ -210,6 +238,42 @@ def test_autotune_of_a_tile_that_the_compiler_refuses(monkeypatch):
     with pf.interpret():
         assert pf.autotune(attend, q, kernels=("forward",), progress=lines.append).entries == ()
     assert len(lines) == 2 and "refused with block_kv 512" in lines[1]
+
+
+def test_autotune_when_no_tile_works(monkeypatch):
+    """A tile in force that fails is no reason to stop; that every tile fails is, with the function's own error."""
+    q = jnp.ones((1, 16, 1, 16))
+    good, lines = tiles.Tile(16, 16, 4, 2), []
+
+    def only_good(fn, args, table):
+        if table.entries and table.entries[0].tile == good.fields():
+            return 1.0
+        raise RuntimeError
+
+    monkeypatch.setattr("pallas_flash.tuning._seconds", only_good)
+    for candidates in ([tiles.Tile(32, 16, 4, 2), good], [tiles.Tile(32, 16, 4, 2)]):
+        monkeypatch.setattr(tiles, "candidates", lambda p, kernel, device, found=candidates: found)
+        with pf.interpret():
+            if good in candidates:
+                table = pf.autotune(attend, q, kernels=["forward"], progress=lines.append)
+                assert [e.tile for e in table.entries] == [good.fields()]
+            else:
+                with pytest.raises(RuntimeError):
+                    pf.autotune(attend, q, kernels=["forward"])
+    assert "refused with the tile that it has: RuntimeError" in lines[0]
+
+
+def test_autotune_takes_numpy_arrays_and_numbers(monkeypatch):
+    monkeypatch.setattr("pallas_flash.tuning._seconds", lambda fn, args, table: 1.0)
+    with pf.interpret():
+        table = pf.autotune(lambda scale, q: attend(q) * scale, 2.0, np.ones((1, 16, 1, 16), np.float32))
+    assert table.origin.startswith("tuned on cpu")
+
+
+@pytest.mark.parametrize("kernels", ["dq", ("dkdv",)])
+def test_autotune_of_kernels_that_do_not_exist(kernels):
+    with pytest.raises(ValueError, match=r"kernels must be some of .*'dkv'"):
+        pf.autotune(attend, jnp.ones((1, 16, 1, 16)), kernels=kernels)
 
 
 def test_autotune_where_no_kernel_runs():

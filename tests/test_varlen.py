@@ -187,3 +187,24 @@ def test_errors(arguments, text):
         pf.varlen_attention(**call)
     with pytest.raises(ValueError, match=r"first and last of mask KeyRanges must have shape \[batch or 1, 4\]"):
         pf.flash_attention(x, x, x, mask=pf.KeyRanges(jnp.zeros((1, 3), int), jnp.zeros((1, 3), int)))
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("tier", ["triton", "xla", "xla_chunked"])
+def test_a_nan_stays_in_its_sequence(tier, kernels):
+    cu = offsets(Q_LENGTHS)
+    q, k, v, do, _ = arrays(Q_LENGTHS, Q_LENGTHS)
+    start, end = cu[2:4]
+
+    @jax.jit
+    def gradients(q, k, v):
+        f = functools.partial(pf.varlen_attention, cu_seqlens_q=cu, is_causal=True, implementation=tier)
+        out, vjp = jax.vjp(f, q, k, v)
+        return out, *vjp(do)
+
+    with kernels():
+        clean, poisoned = gradients(q, k, v), gradients(q, k.at[start].set(jnp.nan), v)
+    outside = np.r_[0:start, end : q.shape[0]]
+    for a, b in zip(clean, poisoned):
+        np.testing.assert_array_equal(np.asarray(a)[outside], np.asarray(b)[outside])
+    assert np.isnan(np.asarray(poisoned[0])[start:end]).all()

@@ -105,7 +105,8 @@ def attend(problem: Problem, x: Operands, rows: jax.Array | None = None) -> Outp
     keyless = total == 0
     total = total if sinks is None else total + jnp.exp(sinks - m)
     empty = total == 0
-    probs = unnormalised / jnp.where(empty, 1.0, total)
+    # Selected once more, because 0 / NaN is NaN: a row that sees a NaN would reach dv of keys that it does not see.
+    probs = jnp.where(allowed, unnormalised / jnp.where(empty, 1.0, total), 0.0)
     lse = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1.0, total)) + m)[..., 0]
     if x.dropout is not None:
         counter = tuple(x.dropout[..., word, None, None] for word in range(4))
@@ -114,8 +115,9 @@ def attend(problem: Problem, x: Operands, rows: jax.Array | None = None) -> Outp
     probs = probs.astype(p.dtype).reshape(p.batch, p.num_kv_heads, p.group, q.shape[1], p.kv_len)
     o = jnp.einsum("bkgts,bskd->btkgd", probs, v, precision=precision, preferred_element_type=wide)
     o = o.reshape(p.batch, q.shape[1], p.num_q_heads, p.v_head_dim)
-    # The select keeps the cotangent of a row without keys, whatever it is, away from every gradient.
-    o = jnp.where(keyless[..., 0].swapaxes(1, 2)[..., None], 0.0, o)
+    # The select keeps the cotangents of rows without keys, and of rows that are NaN, away from keys they do not see.
+    by_row = jax.lax.stop_gradient(total)[..., 0].swapaxes(1, 2)[..., None] * 0.0
+    o = jnp.where(keyless[..., 0].swapaxes(1, 2)[..., None] | jnp.isnan(by_row), by_row, o)
     return Output(o.astype(p.dtype), lse.astype(wide))
 
 

@@ -121,7 +121,7 @@ def _dq_kernel(
         k, penalty = sanitise(k) if masked else (k, None)
         spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
         scores = score(dot_chunks(q, k, p, interpret), *spans, penalty)
-        probs = score.probabilities(scores.s, lse2)
+        probs = score.probabilities(scores, lse2)
         dp = dot_chunks(do, v, p, interpret)
         _, ds = score.d_products(scores, probs, dp, delta[:, None])
         ds = ds.astype(k[0].dtype)
@@ -189,7 +189,7 @@ def _dkv_kernel(
                 penalty = bad_q + bad_do
             spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
             scores = score(dot_chunks(k, q, p, interpret), *spans, penalty)
-            probs_t = score.probabilities(scores.s, lse2)
+            probs_t = score.probabilities(scores, lse2)
             dp_t = dot_chunks(v, do, p, interpret)
             _, ds_t = score.d_products(scores, probs_t, dp_t, delta[None, :])
             probs_t, ds_t = score.kept(scores, probs_t).astype(do[0].dtype), ds_t.astype(q[0].dtype)

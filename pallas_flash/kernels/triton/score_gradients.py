@@ -81,7 +81,7 @@ def _d_read(p, x, saved, tile, interpret, number, q_axis, batch, head, q_tile, k
     products = dot_chunks(q, k, p, interpret) if q_axis == 0 else dot_chunks(k, q, p, interpret)
     dp = dot_chunks(do, v, p, interpret) if q_axis == 0 else dot_chunks(v, do, p, interpret)
     scores = score(products, *spans, jnp.zeros((1, 1), jnp.float32) if masked else None)
-    ds, _ = score.d_products(scores, score.probabilities(scores.s, lse2), dp, delta)
+    ds, _ = score.d_products(scores, score.probabilities(scores, lse2), dp, delta)
     d = score.d_read(number, scores, ds, *spans)
     # Rows behind the last query have p = 0, but what they may see of a forbidden NaN would be summed.
     return jnp.where(spans[0].row < p.q_len, d, 0.0) if p.q_len % tile.block_q else d

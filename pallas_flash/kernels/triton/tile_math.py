@@ -347,10 +347,14 @@ class ScoreMaker:
         unit = jnp.where(jnp.abs(m) < 2.0**30 / self.unit, jnp.float32(self.unit), jnp.float32(exact))
         return exp2_fma(s, unit[:, None], -(m * unit)[:, None], self.interpret)
 
-    def probabilities(self, s: jax.Array, lse2: jax.Array) -> jax.Array:
-        """2**(base-2 logits - lse2), with lse2 [rows] along the query axis of the tile."""
+    def probabilities(self, scores: Scores, lse2: jax.Array) -> jax.Array:
+        """2**(base-2 logits - lse2), with lse2 [rows] along the query axis of the tile.
+
+        Forbidden pairs get 0 also in a row whose lse is NaN, because a key that it does see is.
+        """
         lse2 = lse2[:, None] if self.q_axis == 0 else lse2[None, :]
-        return exp2_fma(s, jnp.full((1, 1), self.unit, jnp.float32), -lse2, self.interpret)
+        p = exp2_fma(scores.s, jnp.full((1, 1), self.unit, jnp.float32), -lse2, self.interpret)
+        return p if scores.allowed is None else jnp.where(scores.allowed, p, 0.0)
 
     def d_products(self, scores: Scores, p: jax.Array, dp: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Gradients of the loss by the logits (for what scores read) and by ``scale * q.k`` (for q and k).

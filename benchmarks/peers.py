@@ -61,7 +61,7 @@ def extras(w: Workload) -> dict[str, Any]:
 def ours(implementation: str) -> Maker:
     def make(w: Workload) -> Attention:
         options = {**w.options(), "implementation": implementation}
-        options |= {"logits_soft_cap": w.soft_cap, "dropout_rate": w.dropout}
+        options |= {"logits_soft_cap": w.soft_cap, "dropout_rate": w.dropout, "precision": w.precision}
 
         def attention(q, k, v, x):
             more = {"sinks": x["sinks"], "alibi_slopes": x["slopes"], "dropout_rng": x["key"], **options}
@@ -83,7 +83,12 @@ def jax_nn(implementation: str) -> Maker:
         if implementation == "xla" and w.batch * w.heads * (w.q_length or w.length) * w.length * 4 > 40e9:
             raise Refusal("float32 logits of more than 40 GB")
         options = {**w.options(), "implementation": implementation}
-        return lambda q, k, v, x: jax.nn.dot_product_attention(q, k, v, x["bias"], x["mask"], **options)
+
+        def attention(q, k, v, x):
+            with jax.default_matmul_precision(w.precision):
+                return jax.nn.dot_product_attention(q, k, v, x["bias"], x["mask"], **options)
+
+        return attention
 
     return make
 

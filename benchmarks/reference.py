@@ -58,7 +58,7 @@ def _dense(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, x: dict[str, A
         return x.reshape(-1, size, *x.shape[1:])
 
     pairs = (None if x[name] is None else blocks(jnp.moveaxis(x[name], 0, 1)) for name in ("bias", "kept"))
-    return jax.lax.map(jax.checkpoint(rows), (blocks(q), blocks(keys[: q.shape[0]]), *pairs)).reshape(q.shape)
+    return jax.lax.map(jax.checkpoint(rows), (blocks(q), blocks(keys[: q.shape[0]]), *pairs)).reshape(*q.shape[:2], -1)
 
 
 def results(w: Workload, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, extras: dict[str, Any]):

@@ -53,12 +53,13 @@ class Case:
 def inputs(w: Workload) -> tuple[jax.Array, ...]:
     """q, k, v and the cotangent of the output; random, because zeros run faster than data."""
     keys = jax.random.split(jax.random.key(0, impl="rbg"), 4)  # the default generator takes seconds to compile
-    kv_heads = w.kv_heads or w.heads
+    kv_heads, v_dim = w.kv_heads or w.heads, w.v_dim or w.dim
     queries, rows = (w.q_length or w.length, w.heads), (w.length, kv_heads)
-    return tuple(
-        jax.random.normal(key, (w.batch, *shape, w.dim)).astype(w.dtype)
-        for key, shape in zip(keys, (queries, rows, rows, queries), strict=True)
-    )
+    shapes = ((*queries, w.dim), (*rows, w.dim), (*rows, v_dim), (*queries, v_dim))
+    q, k, v, do = (jax.random.normal(key, (w.batch, *shape)) for key, shape in zip(keys, shapes, strict=True))
+    if w.rising:
+        k = k + jnp.linspace(0, 200, w.length)[None, :, None, None]  # times the sum of a query's channels
+    return tuple(x.astype(w.dtype) for x in (q, k, v, do))
 
 
 def measure(call: Callable[[], Any], wait: Callable[[Any], Any]) -> Sample:

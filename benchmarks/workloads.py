@@ -33,11 +33,14 @@ class Workload:
     causal_array: bool = False  # the causal mask as a boolean array [1, 1, length, length]
     varlen: bool = False  # the documents through varlen_attention, where a peer has it
     q_length: int | None = None  # queries, where they are fewer than the keys
+    v_dim: int | None = None  # channels of the values, where it is not dim
+    precision: str | None = None  # of float32 products
+    rising: bool = False  # logits that rise along the keys by more than a settled row maximum can hold
     repeats: int = 1  # calls in one program, each waiting for the one before: for work shorter than its launch
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the forward pass: 4 B H S S D, of a causal mask half.
+        """Floating-point operations of the forward pass: 4 B H S S D (2 of each head dim), of a causal mask half.
 
         A window or packed documents count the pairs that are allowed.
         """
@@ -50,13 +53,14 @@ class Workload:
             pairs = s * s * self.blocks
         else:
             pairs = (self.q_length or s) * s * (0.5 if self.causal else 1)
-        return 4.0 * self.batch * self.heads * pairs * self.dim
+        return 2.0 * self.batch * self.heads * pairs * (self.dim + (self.v_dim or self.dim))
 
     @property
     def only_ours(self) -> str:
         """Options that jax.nn and most peers lack."""
         named = {"soft cap": self.soft_cap, "ALiBi": self.alibi, "sinks": self.sinks, "dropout": self.dropout}
         named |= {"block sparsity": self.blocks, "dense causal mask": self.causal_array}
+        named |= {"value head dim of its own": self.v_dim}
         return ", ".join(name for name, value in named.items() if value)
 
     def options(self) -> dict[str, Any]:
@@ -81,6 +85,9 @@ CELLS = [cell(d, s, True) for d in DIMS for s in (1024, 4096, 16384)] + [cell(d,
 GRID = [cell(d, s, c) for d in DIMS for c in (True, False) for s in (512, 1024, 2048, 4096, 8192, 16384)]
 SPECIAL = [
     Workload("gqa-32-8", 2, 8192, 32, 128, kv_heads=8, causal=True),
+    Workload("mha-32", 2, 8192, 32, 128, causal=True),
+    Workload("gqa-64-8", 1, 8192, 64, 128, kv_heads=8, causal=True),
+    Workload("mha-64", 1, 8192, 64, 128, causal=True),
     Workload("documents", 1, 16384, 16, 128, causal=True, documents=(5000, 300, 2700, 1024, 4096, 100, 1900, 1264)),
     Workload("window-1024", 1, 16384, 16, 128, causal=True, window=1023),
     Workload("short", 256, 128, 16, 64),
@@ -88,6 +95,15 @@ SPECIAL = [
     Workload("d192", 4, 4096, 10, 192, causal=True),
     Workload("long-128k", 1, 131072, 4, 128, causal=True),
 ]
+# Head dims between the powers of two, and multi-head latent attention's.
+DIM_ROWS = [Workload(f"dim-{d}", 4, 4096, 16, d, causal=True) for d in (64, 72, 80, 96, 112, 128, 160, 192, 256)]
+DIM_ROWS += [Workload("mla-192-128", 4, 4096, 16, 192, v_dim=128, causal=True)]
+DTYPES = [
+    Workload(f"{dtype}-{label(s)}", 8192 // s, s, 16, 128, dtype=dtype, causal=True, precision=precision)
+    for dtype, precision in (("bfloat16", None), ("float16", None), ("float32", None))
+    for s in (1024, 4096)
+]
+DTYPES += [dataclasses.replace(w, name=f"highest-{label(w.length)}", precision="highest") for w in DTYPES[-2:]]
 # One option beside the plain call, or what its users run.
 _PLAIN = Workload("plain", 4, 4096, 16, 128, causal=True)
 OPTIONS = [
@@ -95,6 +111,7 @@ OPTIONS = [
     dataclasses.replace(_PLAIN, name="soft-cap", soft_cap=30.0),
     dataclasses.replace(_PLAIN, name="alibi", alibi=True),
     dataclasses.replace(_PLAIN, name="dropout", dropout=0.1),
+    dataclasses.replace(_PLAIN, name="rising", rising=True),
     Workload("bias", 1, 4096, 16, 128, bias=True),
     Workload("bias-gradient", 1, 4096, 16, 128, bias=True, bias_gradient=True),
     Workload("gpt-oss", 1, 16384, 64, 64, kv_heads=8, causal=True, window=127, sinks=True),
@@ -113,7 +130,7 @@ SPARSE = [
 SMALL = [
     Workload(f"small-{batch * 16}x{length}", batch, length, 16, 64, causal=True, repeats=8)
     for batch in (1, 16, 256)
-    for length in (16, 64, 256)
+    for length in (16, 64, 256, 512)
 ]
 # A few queries on many keys, the shape of a decoding step.
 DECODE = [
@@ -130,6 +147,8 @@ GROUPS = {
     "cells": CELLS,
     "grid": GRID,
     "special": SPECIAL,
+    "dims": DIM_ROWS,
+    "dtypes": DTYPES,
     "options": OPTIONS,
     "sparse": SPARSE,
     "small": SMALL,

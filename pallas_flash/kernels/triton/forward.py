@@ -1,10 +1,19 @@
-"""Forward kernel: FlashAttention-2, algorithm 1 (arXiv:2307.08691), one program per tile of queries."""
+"""Forward kernel: FlashAttention-2, algorithm 1 (arXiv:2307.08691), one program per tile of queries.
+
+Where a program takes many tiles of keys whole, the row maximum *settles*: it is that of the first of them, and what
+follows is summed relative to it. The softmax is the same whatever is subtracted from the logits, as long as nothing
+overflows or vanishes. Nothing vanishes, since the first tile has a weight of 1; and an overflow, of logits that rise by
+127 octaves (88 nats) behind the first tile, ends as infinity or NaN in its row: such rows are marked by lse NaN, and a
+second kernel, which has nothing to do else, computes them again with a running maximum. This saves the maximum of every
+tile and the rescaling of the output.
+"""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -13,8 +22,9 @@ from ...problem import Operands, Output, Problem, offset_of
 from ...softmax import LN2, LOG2E, LOWEST
 from ...visits import Visits, kv_visits
 from .grid import q_grid, split
-from .loops import Loops, as_arrays, walk
+from .loops import Loops, as_arrays, first_full, walk
 from .tile_math import (
+    Chunks,
     ScoreMaker,
     chunks_of,
     dot,
@@ -22,6 +32,7 @@ from .tile_math import (
     exp2,
     in_registers,
     load_rows,
+    load_stats,
     result,
     sanitise,
     store_rows,
@@ -29,36 +40,100 @@ from .tile_math import (
 )
 from .tiles import Tile
 
+# Average number of whole tiles from which the row maximum settles: fewer do not pay for the second kernel.
+MANY_STEPS = 12
+_CHECKED = 1024  # rows that a program of the second kernel looks at
+_HEADROOM = 8  # octaves below 1 for the first tile's largest weight in float16, which ends at 2**16
+
 
 def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool, *, keep_rest: bool) -> Output:
     """Output [B, T, N, Dv] in the inputs' dtype, natural-log lse [B, N, T] in float32, and the rest if it is kept."""
     p = problem
     visits = kv_visits(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
+    loops = Loops.of(visits)
+    settled = x.score is None and loops.full and min(loops.steps, p.kv_len // tile.block_kv) >= MANY_STEPS
     o = result(x, (p.batch, p.q_len, p.num_q_heads, p.v_head_dim), x.q.dtype)
     lse = result(x, (p.batch, p.num_q_heads, p.q_len), jnp.float32)
+    out_shape = (o, lse, o) if keep_rest else (o, lse)
+    options = {
+        "compiler_params": plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
+        "interpret": interpret,
+    }
+    operands = (x, as_arrays(visits))
     results = pl.pallas_call(
-        functools.partial(_kernel, p, tile, Loops.of(visits), interpret),
-        out_shape=(o, lse, o) if keep_rest else (o, lse),
+        functools.partial(_kernel, p, tile, loops, settled, interpret),
+        out_shape=out_shape,
         grid=(q_grid(p, tile).size,),
-        compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
-        interpret=interpret,
         name="flash_forward",
-    )(x, as_arrays(visits))
+        **options,
+    )(*operands)
+    if settled:
+        before = len(jax.tree.leaves(operands))
+        results = pl.pallas_call(
+            functools.partial(_again_kernel, p, tile, loops, interpret),
+            out_shape=out_shape,
+            grid=(p.batch * p.num_q_heads * pl.cdiv(p.q_len, _CHECKED),),
+            input_output_aliases={before + i: i for i in range(len(results))},
+            name="flash_forward_again",
+            **options,
+        )(*operands, results)
     return Output(*results)
 
 
 def _kernel(
-    p: Problem,
-    tile: Tile,
-    loops: Loops,
-    interpret: bool,
-    x: Operands,
-    visits: Visits,
-    o_ref: Any,
-    lse_ref: Any,
-    rest_ref: Any = None,
+    p: Problem, tile: Tile, loops: Loops, settled: bool, interpret: bool, x: Operands, visits: Visits, *refs: Any
 ) -> None:
-    batch, head, q_tile = q_grid(p, tile).place()
+    place = q_grid(p, tile).place()
+    o, lse = _attend(p, tile, loops, settled, interpret, x, visits, place)
+    _store(p, tile, place, refs, o, lse)
+
+
+def _again_kernel(
+    p: Problem, tile: Tile, loops: Loops, interpret: bool, x: Operands, visits: Visits, found: Any, *refs: Any
+) -> None:
+    """The rows whose lse is NaN once more, with a running maximum; NaN that is due comes again."""
+    del found  # is refs
+    row, run = split(pl.program_id(0), pl.cdiv(p.q_len, _CHECKED))
+    batch, head = split(row, p.num_q_heads)
+
+    def marked(start, block):
+        return jnp.isnan(load_stats(refs[1], batch, head, start, block, p.q_len, 0.0))
+
+    def again(i, _):
+        q_tile = run * (_CHECKED // tile.block_q) + i
+        rows = marked(q_tile * tile.block_q, tile.block_q)
+
+        @pl.when(_any(rows))
+        def _():
+            place = (batch, head, q_tile)
+            o, lse = _attend(p, tile, loops, False, interpret, x, visits, place)
+            _store(p, tile, place, refs, o, lse, only=rows)
+
+    @pl.when(_any(marked(run * _CHECKED, _CHECKED)))
+    def _():
+        jax.lax.fori_loop(jnp.int32(0), jnp.int32(_CHECKED // tile.block_q), again, None)
+
+
+def _any(found: jax.Array) -> jax.Array:
+    return found.astype(jnp.int32).max() > 0  # Pallas has no reduction of booleans for Triton
+
+
+def _store(p: Problem, tile: Tile, place: Any, refs: Any, o: Chunks, lse: jax.Array, only: Any = None) -> None:
+    batch, head, q_tile = place
+    o_ref, lse_ref, *rest_ref = refs
+    start = q_tile * tile.block_q
+    store_rows(o_ref, batch, head, start, o, p.q_len, only)
+    if rest_ref:
+        rest = tuple(c - c.astype(o_ref.dtype).astype(jnp.float32) for c in o)
+        store_rows(rest_ref[0], batch, head, start, rest, p.q_len, only)
+    store_stats(lse_ref, batch, head, start, lse, p.q_len, only)
+
+
+def _attend(
+    p: Problem, tile: Tile, loops: Loops, settled: bool, interpret: bool, x: Operands, visits: Visits, place: Any
+) -> tuple[Chunks, jax.Array]:
+    """Output and lse of one tile of queries; with ``settled`` lse is NaN where that did not do."""
+    batch, head, q_tile = place
     kv_head, _ = split(head, p.group)
     q_start = q_tile * tile.block_q
     q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=True)
@@ -66,27 +141,38 @@ def _kernel(
         q = in_registers(q, p, interpret)
     score = ScoreMaker(p, x, q_axis=0, interpret=interpret)
 
+    def load(array, j, masked):
+        return load_rows(array, batch, kv_head, j * tile.block_kv, tile.block_kv, p.kv_len, check=masked)
+
+    def scores_of(k, j, penalty):
+        spans = score.spans(batch, head, q_start, tile.block_q, j * tile.block_kv, tile.block_kv)
+        return score(dot_chunks(q, k, p, interpret), *spans, penalty)
+
+    def settle(j, m):
+        m = jnp.maximum(m, scores_of(load(x.k, j, False), j, None).s.max(axis=1))
+        return m + _HEADROOM / score.unit if p.dtype == "float16" else m
+
     def step(j, carry, masked):
         m, l, acc = carry
-        kv_start = j * tile.block_kv
-        k = load_rows(x.k, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
-        v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
+        k, v = load(x.k, j, masked), load(x.v, j, masked)
         v, penalty = sanitise(v) if masked else (v, None)
-        spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
-        scores = score(dot_chunks(q, k, p, interpret), *spans, penalty)
-        s = scores.s
-        m_new = jnp.maximum(m, s.max(axis=1))
-        alpha = exp2((m - m_new) * score.unit, interpret)
-        probs = score.exp2_below(s, m_new)
-        l = l * alpha + probs.sum(axis=1)
+        scores = scores_of(k, j, penalty)
+        if masked or not settled:
+            m_new = jnp.maximum(m, scores.s.max(axis=1))
+            alpha = exp2((m - m_new) * score.unit, interpret)
+            m, l, acc = m_new, l * alpha, tuple(a * alpha[:, None] for a in acc)
+        probs = score.exp2_below(scores.s, m)
+        l = l + probs.sum(axis=1)
         probs = score.kept(scores, probs).astype(v[0].dtype)
-        acc = tuple(a * alpha[:, None] + dot(probs, c, p, interpret) for a, c in zip(acc, v, strict=True))
-        return m_new, l, acc
+        acc = tuple(a + dot(probs, c, p, interpret) for a, c in zip(acc, v, strict=True))
+        return m, l, acc
 
     m = jnp.full((tile.block_q,), LOWEST, jnp.float32)
+    if settled:
+        m = first_full(loops, visits, place, settle, m)
     l = jnp.zeros((tile.block_q,), jnp.float32)
     acc = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.v_head_dim, p.dtype))
-    m, l, acc = walk(loops, visits, (batch, head, q_tile), step, (m, l, acc))
+    m, l, acc = walk(loops, visits, place, step, (m, l, acc))
 
     if x.sinks is not None:
         # One more logit without a value, in the units of the scores.
@@ -98,9 +184,10 @@ def _kernel(
     empty = l == 0.0
     norm = score.scale_of_kept / jnp.where(empty, 1.0, l)
     o = tuple(a * norm[:, None] for a in acc)
-    store_rows(o_ref, batch, head, q_start, o, p.q_len)
-    if rest_ref is not None:
-        rest = tuple(c - c.astype(o_ref.dtype).astype(jnp.float32) for c in o)
-        store_rows(rest_ref, batch, head, q_start, rest, p.q_len)
     lse = jnp.where(empty, -jnp.inf, m * (score.unit * LN2) + jnp.log(jnp.where(empty, 1.0, l)))
-    store_stats(lse_ref, batch, head, q_start, lse, p.q_len)
+    if settled:
+        sound = l < jnp.inf
+        for a in acc:
+            sound &= jnp.abs(a).max(axis=1) < jnp.inf
+        lse = jnp.where(sound, lse, jnp.nan)
+    return o, lse

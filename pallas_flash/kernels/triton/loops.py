@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +17,15 @@ class Loops(NamedTuple):
 
     full: bool = True
     partial: bool = True
+    steps: float = math.inf  # of the loop over full tiles, on average; infinite where nobody knows
 
     @classmethod
     def of(cls, visits: Visits) -> Loops:
         if not isinstance(visits.bounds, np.ndarray):
             return cls()
         first, full, full_end, end = np.moveaxis(visits.bounds, -1, 0)
-        return cls(bool((full < full_end).any()), bool(((first < full) | (full_end < end)).any()))
+        steps = np.maximum(full_end - full, 0)
+        return cls(bool(steps.any()), bool(((first < full) | (full_end < end)).any()), float(steps.mean()))
 
 
 def walk(loops: Loops, visits: Visits, own: Any, body: Any, carry: Any) -> Any:
@@ -32,20 +35,25 @@ def walk(loops: Loops, visits: Visits, own: Any, body: Any, carry: Any) -> Any:
     both edges because the order of tiles does not matter.
     """
     first, full, full_end, end = _of_tile(visits.bounds, own, range(4))
-
-    def tile_at(i):
-        return i if visits.order is None else _of_tile(visits.order, own, [i])[0]
-
     if loops.full:
-        carry = jax.lax.fori_loop(full, full_end, lambda i, c: body(tile_at(i), c, False), carry)
+        carry = jax.lax.fori_loop(full, full_end, lambda i, c: body(_tile_at(visits, own, i), c, False), carry)
     if loops.partial:
         before = full - first
 
         def edge(i, c):
-            return body(tile_at(jnp.where(i < before, first + i, full_end + i - before)), c, True)
+            return body(_tile_at(visits, own, jnp.where(i < before, first + i, full_end + i - before)), c, True)
 
         carry = jax.lax.fori_loop(0, before + end - full_end, edge, carry)
     return carry
+
+
+def first_full(loops: Loops, visits: Visits, own: Any, body: Any, carry: Any) -> Any:
+    """Runs ``body(j, carry)`` for the tile that :func:`walk` starts with, if that is one to be taken whole."""
+    if not loops.full:
+        return carry
+    _, full, full_end, _ = _of_tile(visits.bounds, own, range(4))
+    stop = jnp.minimum(full + 1, full_end)
+    return jax.lax.fori_loop(full, stop, lambda i, c: body(_tile_at(visits, own, i), c), carry)
 
 
 def visited(visits: Visits, own: Any, other: Any) -> Any:
@@ -54,6 +62,10 @@ def visited(visits: Visits, own: Any, other: Any) -> Any:
         return _of_tile(visits.states, own, [other])[0] > 0
     first, _, _, end = _of_tile(visits.bounds, own, range(4))
     return (first <= other) & (other < end)
+
+
+def _tile_at(visits: Visits, own: Any, place: Any) -> Any:
+    return place if visits.order is None else _of_tile(visits.order, own, [place])[0]
 
 
 def _of_tile(ref: Any, own: Any, entries: Any) -> list[Any]:

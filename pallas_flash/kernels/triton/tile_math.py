@@ -154,14 +154,20 @@ def _load_chunk(ref, batch, head, start, block, length, chunk, check):
     return plt.load(view, mask=inside, other=jnp.zeros((), ref.dtype))
 
 
-def store_rows(ref: Any, batch: Any, head: Any, start: Any, values: Chunks, length: int) -> None:
-    """The opposite of :func:`load_rows`; rows behind ``length`` and channels that do not exist stay unwritten."""
+def store_rows(
+    ref: Any, batch: Any, head: Any, start: Any, values: Chunks, length: int, only: jax.Array | None = None
+) -> None:
+    """The opposite of :func:`load_rows`; rows behind ``length`` and channels that do not exist stay unwritten.
+
+    So do rows that are not among ``only``, a boolean each, where it is given.
+    """
     block = values[0].shape[0]
     for chunk, value in zip(chunks_of(ref.shape[-1], ref.dtype), values, strict=True):
         channel = jnp.int32(chunk.start) + _zero(start)
         view = ref.at[batch, pl.ds(start, block), head, pl.ds(channel, chunk.size)]
         inside = (start + _iota(block) < length)[:, None] & (_iota(chunk.size) < chunk.valid)[None, :]
-        exact = length % block == 0 and chunk.valid == chunk.size
+        exact = length % block == 0 and chunk.valid == chunk.size and only is None
+        inside = inside if only is None else inside & only[:, None]
         plt.store(view, value.astype(ref.dtype), mask=None if exact else inside)
 
 
@@ -173,10 +179,14 @@ def load_stats(ref: Any, batch: Any, head: Any, start: Any, block: int, length: 
     return plt.load(view, mask=start + _iota(block) < length, other=jnp.float32(other))
 
 
-def store_stats(ref: Any, batch: Any, head: Any, start: Any, values: jax.Array, length: int) -> None:
-    """The opposite of :func:`load_stats`; what is behind the length stays unwritten."""
+def store_stats(
+    ref: Any, batch: Any, head: Any, start: Any, values: jax.Array, length: int, only: jax.Array | None = None
+) -> None:
+    """The opposite of :func:`load_stats`; what is behind the length, or not among ``only``, stays unwritten."""
     block = values.shape[0]
     inside = None if length % block == 0 else start + _iota(block) < length
+    if only is not None:
+        inside = only if inside is None else inside & only
     plt.store(ref.at[batch, head, pl.ds(start, block)], values, mask=inside)
 
 

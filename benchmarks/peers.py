@@ -155,6 +155,23 @@ def jax_linear_attention(w: Workload) -> Attention:
     return lambda q, k, v, x: module.flash_attention(q, k, v, segment_ids=x["ids"], sliding_window=window)
 
 
+def plain_causal(w: Workload) -> Attention:
+    """What the mask algebra costs ours: the same tiles, the causal mask written into the kernels."""
+    from pallas_flash.kernels.triton import tiles
+
+    module = importlib.import_module("benchmarks.plain_causal")
+    plain = Workload(w.name, w.batch, w.length, w.heads, w.dim, dtype=w.dtype, causal=True)
+    if w != plain or w.dtype == "float32":
+        raise Refusal("plain causal attention in 16 bits only")
+
+    def attention(q, k, v, x):
+        plan = pallas_flash.explain(q, k, v, is_causal=True, implementation="triton")
+        chosen = {name: tiles.choose(plan.problem, name, plan.device) for name in ("forward", "dq", "dkv")}
+        return module.make(chosen, plan.device.interpret)(q, k, v)
+
+    return attention
+
+
 TORCH = "torch flash"
 PEERS: dict[str, Maker] = {
     "triton": ours("triton"),
@@ -163,6 +180,7 @@ PEERS: dict[str, Maker] = {
     "jax.nn cudnn": jax_nn("cudnn"),
     "jax.nn xla": jax_nn("xla"),
     "jax triton op": jax_triton_op,
+    "plain causal kernel": plain_causal,
     "tokamax mosaic": tokamax("mosaic"),
     "tokamax triton": tokamax("triton"),
     "dew-flash-attn": dew,

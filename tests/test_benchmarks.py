@@ -25,6 +25,9 @@ SMALL = [
     Workload("varlen", 1, 32, 2, 16, dtype="float32", causal=True, documents=(20, 12), varlen=True),
     Workload("blocks", 1, 512, 2, 16, dtype="float32", blocks=0.4),
     Workload("causal-array", 1, 64, 2, 16, dtype="float32", causal=True, causal_array=True),
+    Workload("values-of-8", 1, 32, 2, 16, dtype="float32", causal=True, v_dim=8),
+    Workload("highest", 1, 32, 2, 16, dtype="float32", precision="highest"),
+    Workload("rising", 1, 32, 2, 16, dtype="float32", rising=True),
     Workload("repeated", 1, 32, 2, 16, dtype="float32", q_length=5, repeats=3),
 ]
 
@@ -63,6 +66,18 @@ def test_adapters_agree_with_the_reference(w):
 def _results(attention, q, k, v, do, extras):
     out, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, extras), q, k, v)
     return dict(zip(("out", "dq", "dk", "dv"), (out, *pullback(do))))
+
+
+def test_the_kernel_written_by_hand_is_causal_attention():
+    w = workloads.Workload("hand", 2, 256, 2, 16, dtype="bfloat16", causal=True)
+    case = timing.Case.of(w)
+    with pf.interpret():
+        computed = jax.jit(functools.partial(_results, peers.PEERS["plain causal kernel"](w)))(
+            *case.arrays, case.extras
+        )
+    assert reference.error(w, computed, case.wanted) < 1e-2
+    with pytest.raises(peers.Refusal, match="plain causal"):
+        peers.PEERS["plain causal kernel"](workloads.SMOKE[1])
 
 
 def test_wrong_numbers_are_seen():

@@ -84,6 +84,8 @@ class TileTable:
         self.entries = tuple(entries)
         for entry in self.entries:
             _check(entry)
+        if not isinstance(origin, str):
+            raise ValueError(f"origin must be a text, got {origin!r}")
         self.origin = origin
         self._entered: dict[int, list[Any]] = collections.defaultdict(list)  # by thread
 
@@ -130,7 +132,7 @@ class TileTable:
         try:
             read = json.loads(pathlib.Path(path).read_text())
             return cls([_entry(row) for row in read["entries"]], read["origin"])
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a table of tiles that TileTable.save wrote: {error!r}") from None
 
     def nearest(self, wanted: Situation) -> Entry | None:
@@ -184,6 +186,8 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 def _check(entry: Entry) -> None:
     """What every tier can count on; which sizes of tiles a kernel takes, its tier says where the tile is used."""
+    if not isinstance(entry, Entry):
+        raise TypeError(f"entries must be pallas_flash.tile_table.Entry, got {entry!r}")
     s = entry.situation
     sound = {
         "tier": isinstance(s.tier, str),

@@ -143,6 +143,14 @@ def test_a_file_with_an_impossible_entry_is_refused(tmp_path, field, value):
     assert field in str(refused.value) or field == "tile"
 
 
+def test_a_table_of_something_else_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"entries must be .*Entry, got 1"):
+        TileTable([1])
+    (tmp_path / "t.json").write_text('{"origin": 5, "entries": []}')
+    with pytest.raises(ValueError, match=r"t.json is not a table.*origin must be a text"):
+        TileTable.load(tmp_path / "t.json")
+
+
 def test_a_table_with_an_impossible_tile_is_refused_in_words():
     for tile, words in (
         ((("block_q", 32),), r"a tile in a table has block_kv, block_q.*got block_q"),

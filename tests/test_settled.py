@@ -114,6 +114,21 @@ def test_most_logits_settle(dtype, octaves, kernels, settling, unmended):
 
 
 @pytest.mark.everywhere
+def test_the_last_octave_before_an_overflow(kernels, settling):
+    """Sums that are numbers whose reciprocals are not normal."""
+    compare_forward(rising("float32", 126.7), False, kernels)
+
+
+@pytest.mark.everywhere
+def test_infinities_that_cancel_in_one_channel(kernels, settling):
+    """Terms of both signs that overflow end as NaN beside numbers: a maximum over channels would not see it."""
+    q, k, v, *rest = rising("float32", 110)
+    signs = jnp.where(jnp.arange(150) % 2, 1e6, -1e6)[None, :, None]
+    v = jnp.zeros_like(v).at[..., 3].set(signs + v[..., 3])
+    compare_forward((q, k, v, *rest), False, kernels)
+
+
+@pytest.mark.everywhere
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_row_is_mended_alone(causal, kernels, settling):
     """Bit for bit: what one row makes its tile do leaves the others as they were."""

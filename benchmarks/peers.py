@@ -161,8 +161,8 @@ def plain_causal(w: Workload) -> Attention:
 
     module = importlib.import_module("benchmarks.plain_causal")
     plain = Workload(w.name, w.batch, w.length, w.heads, w.dim, dtype=w.dtype, causal=True)
-    if w != plain or w.dtype == "float32":
-        raise Refusal("plain causal attention in 16 bits only")
+    if w != plain or w.dtype == "float32" or w.dim > 128:
+        raise Refusal("plain causal attention in 16 bits only, of at most 128 channels")
 
     def attention(q, k, v, x):
         plan = pallas_flash.explain(q, k, v, is_causal=True, implementation="triton")

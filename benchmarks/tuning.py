@@ -15,7 +15,7 @@ from pallas_flash.kernels.triton import tiles
 from . import peers, timing
 from .workloads import Workload
 
-BACKWARD = ("dq", "dkv", "dscore")
+BACKWARD = ("dq", "dkv", "dk", "dv", "dscore")
 
 
 def tune(ws: Iterable[Workload], kernels: Sequence[str], seconds: float, path: pathlib.Path | None) -> pf.TileTable:

@@ -21,7 +21,7 @@ _LIKE = {
     "window": ("window", "packed", "masked", "full"),
 }
 
-KERNELS = ("forward", "dq", "dkv", "dscore")
+KERNELS = ("forward", "dq", "dkv", "dk", "dv", "dscore")
 
 Fields = tuple[tuple[str, int], ...]  # of a tier's own class of tiles: names and values, in order of the names
 
@@ -31,7 +31,7 @@ class Situation(NamedTuple):
 
     Attributes:
       tier: who runs it, as in ``implementation``.
-      kernel: "forward", "dq", "dkv" or "dscore".
+      kernel: "forward", "dq", "dkv" ("dk" and "dv" for wide heads) or "dscore".
       bits: of an element of q, k and v: 16 or 32.
       dim: channels of the larger of the two head dims, as a tile holds them.
       mask: "full" (none), "masked", "packed" (documents) or "window".

@@ -34,7 +34,8 @@ def autotune(
       fn: what to time, jitted or not: a call of ``flash_attention``, its gradient, a training step. It is called many
         times and must not donate its arguments. What it computes and does not return is not run, so not tuned.
       *args: its arguments, arrays of the sizes that matter.
-      kernels: which kernels to tune, of "forward", "dq", "dkv" and "dscore" (the gradients of biases).
+      kernels: which kernels to tune, of "forward", "dq", "dkv" ("dk" and "dv" for wide heads) and "dscore" (the
+        gradients of biases).
       seconds: when this time is over no new tile is tried.
       progress: called with a line of text for each tile.
 

@@ -30,8 +30,9 @@ def forward_and_gradients(q, k, v, do, options, tier, static=()):
 
 
 def same(a, b):
+    """But for the last bits: a tile of the kernels that meets NaN is computed again, in another order."""
     for x, y in zip(a, b):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        np.testing.assert_allclose(np.asarray(x, "float32"), np.asarray(y, "float32"), rtol=1e-5, atol=1e-6)
 
 
 BEHIND = {"query_seq_lengths": jnp.array([41, T]), "key_value_seq_lengths": jnp.array([19, 66])}

@@ -78,7 +78,11 @@ def describe(problem: Problem, device: Device) -> dict[str, str]:
 
 
 def _kernels(problem: Problem) -> tuple[str, ...]:
-    return ("forward", "dq", "dkv") + (("dscore",) if any(read.differentiable for read in problem.reads) else ())
+    # Of wide heads the sums of both dk and dv leave no registers for tensor-core products: two kernels, each of which
+    # computes p, are faster by a fifth to a third at 256 channels and slower at 512 (docs/performance.md).
+    keys = ("dk", "dv") if 128 < max(problem.head_dim, problem.v_head_dim) <= 256 else ("dkv",)
+    scores = ("dscore",) if any(read.differentiable for read in problem.reads) else ()
+    return ("forward", "dq", *keys, *scores)
 
 
 def forward(problem: Problem, device: Device, x: Operands, *, keep_rest: bool) -> Output:

@@ -24,12 +24,14 @@ from .score_gradients import score_gradients
 from .tile_math import (
     Chunks,
     ScoreMaker,
+    any_of,
     chunks_of,
     dot,
     dot_chunks,
     in_registers,
     load_rows,
     load_stats,
+    nan_rows,
     result,
     sanitise,
     store_rows,
@@ -53,7 +55,7 @@ def backward(
     lse2 = jnp.where(empty, jnp.inf, lse2)
     dq, delta = _dq(p, x, (do, lse2, dlse, out.o, out.rest), tiles["dq"], interpret)
     saved = (do, lse2, delta)
-    dk, dv = _dkv(p, x, saved, tiles["dkv"], interpret)
+    dk, dv = _dkv(p, x, saved, tiles, interpret)
     dscale = None
     if x.scale is not None:
         # The kernels leave the scale out where it is an array, so that its own gradient exists at scale 0 too.
@@ -120,7 +122,7 @@ def _dq_kernel(
         v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=masked)
         k, penalty = sanitise(k) if masked else (k, None)
         spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
-        scores = score(dot_chunks(q, k, p, interpret), *spans, penalty)
+        scores = score(dot_chunks(q, k, p, interpret), *spans, masked, penalty)
         probs = score.probabilities(scores, lse2)
         dp = dot_chunks(do, v, p, interpret)
         _, ds = score.d_products(scores, probs, dp, delta[:, None])
@@ -139,15 +141,27 @@ def _row_sums(a: Chunks, b: Chunks) -> jax.Array:
     return functools.reduce(jnp.add, sums)
 
 
-def _dkv(p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def _dkv(p: Problem, x: Operands, saved: Any, tiles: dict[str, Tile], interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Together, or dk and dv apart where both sums leave too few registers for the products (wide heads)."""
+    if "dkv" in tiles:
+        dk, dv = _over_queries(p, x, saved, tiles["dkv"], interpret, ("dk", "dv"))
+    else:
+        (dk,), (dv,) = (_over_queries(p, x, saved, tiles[part], interpret, (part,)) for part in ("dk", "dv"))
+    return dk, dv
+
+
+def _over_queries(
+    p: Problem, x: Operands, saved: Any, tile: Tile, interpret: bool, parts: tuple[str, ...]
+) -> list[jax.Array]:
     visits = q_visits(x.mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, offset_of(p, x))
+    shapes = {"dk": result(x, x.k.shape, x.k.dtype), "dv": result(x, x.v.shape, x.v.dtype)}
     return pl.pallas_call(
-        functools.partial(_dkv_kernel, p, tile, Loops.of(visits), interpret),
-        out_shape=(result(x, x.k.shape, x.k.dtype), result(x, x.v.shape, x.v.dtype)),
+        functools.partial(_dkv_kernel, p, tile, Loops.of(visits), interpret, parts),
+        out_shape=[shapes[part] for part in parts],
         grid=(kv_grid(p, tile).size,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.stages),
         interpret=interpret,
-        name="flash_dkv",
+        name="flash_" + ("dkv" if len(parts) == 2 else parts[0]),
     )(x, saved, as_arrays(visits))
 
 
@@ -156,56 +170,75 @@ def _dkv_kernel(
     tile: Tile,
     loops: Loops,
     interpret: bool,
+    parts: tuple[str, ...],
     x: Operands,
     saved: Any,
     visits: Visits,
-    dk_ref: Any,
-    dv_ref: Any,
+    *refs: Any,
 ) -> None:
     do_ref, lse2_ref, delta_ref = saved
     batch, kv_head, kv_tile = kv_grid(p, tile).place()
     kv_start = kv_tile * tile.block_kv
     k = load_rows(x.k, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=True)
-    v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=True)
-    if tile.registers:
-        k, v = in_registers(k, p, interpret), in_registers(v, p, interpret)
+    k = in_registers(k, p, interpret) if tile.registers else k
+    v: Any = ()
+    if "dk" in parts:
+        v = load_rows(x.v, batch, kv_head, kv_start, tile.block_kv, p.kv_len, check=True)
+        v = in_registers(v, p, interpret) if tile.registers else v
     # Tiles are held transposed, keys by queries, so that p and ds feed their products without a transposition.
     score = ScoreMaker(p, x, q_axis=1, interpret=interpret)
 
-    def one_head(i, carry):
-        head = kv_head * p.group + i
+    def swept(loops, careful):
+        def one_head(i, sums):
+            head = kv_head * p.group + i
 
-        def step(j, carry, masked):
-            dk, dv = carry
-            q_start = j * tile.block_q
-            q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=masked)
-            do = load_rows(do_ref, batch, head, q_start, tile.block_q, p.q_len, check=masked)
-            lse2 = load_stats(lse2_ref, batch, head, q_start, tile.block_q, p.q_len, jnp.inf)
-            delta = load_stats(delta_ref, batch, head, q_start, tile.block_q, p.q_len, 0.0)
-            penalty = None
-            if masked:
-                q, bad_q = sanitise(q)
-                do, bad_do = sanitise(do)
-                penalty = bad_q + bad_do
-            spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
-            scores = score(dot_chunks(k, q, p, interpret), *spans, penalty)
-            probs_t = score.probabilities(scores, lse2)
-            dp_t = dot_chunks(v, do, p, interpret)
-            _, ds_t = score.d_products(scores, probs_t, dp_t, delta[None, :])
-            probs_t, ds_t = score.kept(scores, probs_t).astype(do[0].dtype), ds_t.astype(q[0].dtype)
-            dv = tuple(g + dot(probs_t, c, p, interpret) for g, c in zip(dv, do, strict=True))
-            dk = tuple(g + dot(ds_t, c, p, interpret) for g, c in zip(dk, q, strict=True))
-            return dk, dv
+            def step(j, sums, masked):
+                q_start = j * tile.block_q
+                q = load_rows(x.q, batch, head, q_start, tile.block_q, p.q_len, check=masked)
+                do = load_rows(do_ref, batch, head, q_start, tile.block_q, p.q_len, check=masked)
+                lse2 = load_stats(lse2_ref, batch, head, q_start, tile.block_q, p.q_len, jnp.inf)
+                penalty = None
+                if masked and careful:
+                    q, bad_q = sanitise(q)
+                    do, bad_do = sanitise(do)
+                    penalty = bad_q + bad_do
+                spans = score.spans(batch, head, q_start, tile.block_q, kv_start, tile.block_kv)
+                scores = score(dot_chunks(k, q, p, interpret), *spans, masked, penalty)
+                probs_t = score.probabilities(scores, lse2)
+                factors = {}
+                if "dk" in parts:
+                    delta = load_stats(delta_ref, batch, head, q_start, tile.block_q, p.q_len, 0.0)
+                    _, ds_t = score.d_products(scores, probs_t, dot_chunks(v, do, p, interpret), delta[None, :])
+                    factors["dk"] = ds_t.astype(q[0].dtype), q
+                if "dv" in parts:
+                    factors["dv"] = score.kept(scores, probs_t).astype(do[0].dtype), do
+                return {
+                    part: tuple(g + dot(a, c, p, interpret) for g, c in zip(sums[part], b, strict=True))
+                    for part, (a, b) in factors.items()
+                }
 
-        return walk(loops, visits, (batch, head, kv_tile), step, carry)
+            return walk(loops, visits, (batch, head, kv_tile), step, sums)
 
-    dk = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.head_dim, p.dtype))
-    dv = tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(p.v_head_dim, p.dtype))
-    dk, dv = (
-        one_head(0, (dk, dv))
-        if p.group == 1
-        else jax.lax.fori_loop(jnp.int32(0), jnp.int32(p.group), one_head, (dk, dv))
-    )
-    scale = 1.0 if p.scale is None else p.scale
-    store_rows(dk_ref, batch, kv_head, kv_start, tuple(g * scale for g in dk), p.kv_len)
-    store_rows(dv_ref, batch, kv_head, kv_start, tuple(g * score.scale_of_kept for g in dv), p.kv_len)
+        dims = {"dk": p.head_dim, "dv": p.v_head_dim}
+        sums = {
+            part: tuple(jnp.zeros((tile.block_kv, c.size), jnp.float32) for c in chunks_of(dims[part], p.dtype))
+            for part in parts
+        }
+        return (
+            one_head(0, sums) if p.group == 1 else jax.lax.fori_loop(jnp.int32(0), jnp.int32(p.group), one_head, sums)
+        )
+
+    def store(sums, only=None):
+        scales = {"dk": 1.0 if p.scale is None else p.scale, "dv": score.scale_of_kept}
+        for part, ref in zip(parts, refs, strict=True):
+            store_rows(ref, batch, kv_head, kv_start, tuple(g * scales[part] for g in sums[part]), p.kv_len, only)
+
+    sums = swept(loops, careful=False)
+    store(sums)
+    if loops.partial:
+        # NaN of a query has leaked to a key that is forbidden to it, or was due.
+        leaked = functools.reduce(jnp.logical_or, (nan_rows(chunks) for chunks in sums.values()))
+
+        @pl.when(any_of(leaked))
+        def _():
+            store(swept(None, careful=True), leaked)

@@ -26,6 +26,7 @@ from .loops import Loops, as_arrays, first_full, walk
 from .tile_math import (
     Chunks,
     ScoreMaker,
+    any_of,
     chunks_of,
     dot,
     dot_chunks,
@@ -33,6 +34,7 @@ from .tile_math import (
     in_registers,
     load_rows,
     load_stats,
+    nan_rows,
     result,
     sanitise,
     store_rows,
@@ -40,7 +42,8 @@ from .tile_math import (
 )
 from .tiles import Tile
 
-# Average number of whole tiles from which the row maximum settles: fewer do not pay for the second kernel.
+# Average number of whole tiles from which the row maximum settles: fewer do not pay for the scores of the first tile
+# twice and for the second kernel. Half of it for heads up to 64, whose softmax is a larger part of the work.
 MANY_STEPS = 12
 _CHECKED = 1024  # rows that a program of the second kernel looks at
 _HEADROOM = 8  # octaves below 1 for the first tile's largest weight in float16, which ends at 2**16
@@ -82,16 +85,25 @@ def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool, *, keep_
 
 def _settles(p: Problem, x: Operands, tile: Tile, loops: Loops) -> bool:
     """Scores may rise from tile to tile by anything, every time; wider heads than 256 spill more (ptxas)."""
-    plain = x.score is None and max(p.head_dim, p.v_head_dim) <= 256
-    return plain and loops.full and min(loops.steps, p.kv_len // tile.block_kv) >= MANY_STEPS
+    dim = max(p.head_dim, p.v_head_dim)
+    enough = MANY_STEPS if dim > 64 else MANY_STEPS // 2
+    plain = x.score is None and dim <= 256
+    return plain and loops.full and min(loops.steps, p.kv_len // tile.block_kv) >= enough
 
 
 def _kernel(
     p: Problem, tile: Tile, loops: Loops, settled: bool, interpret: bool, x: Operands, visits: Visits, *refs: Any
 ) -> None:
     place = q_grid(p, tile).place()
-    o, lse = _attend(p, tile, loops, settled, interpret, x, visits, place)
+    o, lse = _attend(p, tile, loops, settled, False, interpret, x, visits, place)
     _store(p, tile, place, refs, o, lse)
+    if loops.partial and not settled:
+        rows = jnp.isnan(lse)
+
+        @pl.when(any_of(rows))
+        def _():
+            o, lse = _attend(p, tile, None, False, True, interpret, x, visits, place)
+            _store(p, tile, place, refs, o, lse, only=rows)
 
 
 def _again_kernel(
@@ -109,19 +121,15 @@ def _again_kernel(
         q_tile = run * (_CHECKED // tile.block_q) + i
         rows = marked(q_tile * tile.block_q, tile.block_q)
 
-        @pl.when(_any(rows))
+        @pl.when(any_of(rows))
         def _():
             place = (batch, head, q_tile)
-            o, lse = _attend(p, tile, loops, False, interpret, x, visits, place)
+            o, lse = _attend(p, tile, loops, False, True, interpret, x, visits, place)
             _store(p, tile, place, refs, o, lse, only=rows)
 
-    @pl.when(_any(marked(run * _CHECKED, _CHECKED)))
+    @pl.when(any_of(marked(run * _CHECKED, _CHECKED)))
     def _():
         jax.lax.fori_loop(jnp.int32(0), jnp.int32(_CHECKED // tile.block_q), again, None)
-
-
-def _any(found: jax.Array) -> jax.Array:
-    return found.astype(jnp.int32).max() > 0  # Pallas has no reduction of booleans for Triton
 
 
 def _store(p: Problem, tile: Tile, place: Any, refs: Any, o: Chunks, lse: jax.Array, only: Any = None) -> None:
@@ -136,9 +144,17 @@ def _store(p: Problem, tile: Tile, place: Any, refs: Any, o: Chunks, lse: jax.Ar
 
 
 def _attend(
-    p: Problem, tile: Tile, loops: Loops, settled: bool, interpret: bool, x: Operands, visits: Visits, place: Any
+    p: Problem,
+    tile: Tile,
+    loops: Loops | None,
+    settled: bool,
+    careful: bool,
+    interpret: bool,
+    x: Operands,
+    visits: Visits,
+    place: Any,
 ) -> tuple[Chunks, jax.Array]:
-    """Output and lse of one tile of queries; with ``settled`` lse is NaN where that did not do."""
+    """Output and lse of one tile of queries; unless ``careful``, lse is NaN where this has to be done again."""
     batch, head, q_tile = place
     kv_head, _ = split(head, p.group)
     q_start = q_tile * tile.block_q
@@ -150,19 +166,19 @@ def _attend(
     def load(array, j, masked):
         return load_rows(array, batch, kv_head, j * tile.block_kv, tile.block_kv, p.kv_len, check=masked)
 
-    def scores_of(k, j, penalty):
+    def scores_of(k, j, masked, penalty=None):
         spans = score.spans(batch, head, q_start, tile.block_q, j * tile.block_kv, tile.block_kv)
-        return score(dot_chunks(q, k, p, interpret), *spans, penalty)
+        return score(dot_chunks(q, k, p, interpret), *spans, masked, penalty)
 
     def settle(j, m):
-        m = jnp.maximum(m, scores_of(load(x.k, j, False), j, None).s.max(axis=1))
+        m = jnp.maximum(m, scores_of(load(x.k, j, False), j, False).s.max(axis=1))
         return m + _HEADROOM / score.unit if p.dtype == "float16" else m
 
     def step(j, carry, masked):
         m, l, acc = carry
         k, v = load(x.k, j, masked), load(x.v, j, masked)
-        v, penalty = sanitise(v) if masked else (v, None)
-        scores = scores_of(k, j, penalty)
+        v, penalty = sanitise(v) if masked and careful else (v, None)
+        scores = scores_of(k, j, masked, penalty)
         if masked or not settled:
             m_new = jnp.maximum(m, scores.s.max(axis=1))
             alpha = exp2((m - m_new) * score.unit, interpret)
@@ -174,7 +190,7 @@ def _attend(
         return m, l, acc
 
     m = jnp.full((tile.block_q,), LOWEST, jnp.float32)
-    if settled:
+    if settled and loops is not None:
         m = first_full(loops, visits, place, settle, m)
     l = jnp.zeros((tile.block_q,), jnp.float32)
     acc = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.v_head_dim, p.dtype))
@@ -191,9 +207,10 @@ def _attend(
     norm = score.scale_of_kept / jnp.where(empty, 1.0, l)
     o = tuple(a * norm[:, None] for a in acc)
     lse = jnp.where(empty, -jnp.inf, m * (score.unit * LN2) + jnp.log(jnp.where(empty, 1.0, l)))
-    if settled:
-        sound = l < 2.0**126  # above that 1 / l is below the normal numbers
-        for a in acc:
-            sound &= (a - a).sum(axis=1) == 0.0  # infinity and NaN leave NaN; a maximum drops NaN on GPUs
-        lse = jnp.where(sound, lse, jnp.nan)
+    if not careful:
+        bad = nan_rows(acc)
+        if settled:
+            # Above 2**126 1 / l is below the normal numbers; infinity less itself is NaN.
+            bad |= ~(l < 2.0**126) | nan_rows(tuple(a - a for a in acc))
+        lse = jnp.where(bad, jnp.nan, lse)
     return o, lse

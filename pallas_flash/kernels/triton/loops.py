@@ -28,13 +28,15 @@ class Loops(NamedTuple):
         return cls(bool(steps.any()), bool(((first < full) | (full_end < end)).any()), float(steps.mean()))
 
 
-def walk(loops: Loops, visits: Visits, own: Any, body: Any, carry: Any) -> Any:
+def walk(loops: Loops | None, visits: Visits, own: Any, body: Any, carry: Any) -> Any:
     """Runs ``body(j, carry, masked)`` over what the tile ``own`` = (batch, head, tile) visits: full tiles come first.
 
     The split (kvax's and FlashAttention-3's) pays for the test of the mask only where it can fail; one loop serves
-    both edges because the order of tiles does not matter.
+    both edges because the order of tiles does not matter.  Without ``loops`` nobody hurries: one loop tests all tiles.
     """
     first, full, full_end, end = _of_tile(visits.bounds, own, range(4))
+    if loops is None:
+        return jax.lax.fori_loop(first, end, lambda i, c: body(_tile_at(visits, own, i), c, True), carry)
     if loops.full:
         carry = jax.lax.fori_loop(full, full_end, lambda i, c: body(_tile_at(visits, own, i), c, False), carry)
     if loops.partial:

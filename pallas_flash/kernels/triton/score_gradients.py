@@ -80,7 +80,7 @@ def _d_read(p, x, saved, tile, interpret, number, q_axis, batch, head, q_tile, k
     score, spans = _spans(p, x, tile, interpret, q_axis, batch, head, q_tile, kv_tile)
     products = dot_chunks(q, k, p, interpret) if q_axis == 0 else dot_chunks(k, q, p, interpret)
     dp = dot_chunks(do, v, p, interpret) if q_axis == 0 else dot_chunks(v, do, p, interpret)
-    scores = score(products, *spans, jnp.zeros((1, 1), jnp.float32) if masked else None)
+    scores = score(products, *spans, masked)
     ds, _ = score.d_products(scores, score.probabilities(scores, lse2), dp, delta)
     d = score.d_read(number, scores, ds, *spans)
     # Rows behind the last query have p = 0, but what they may see of a forbidden NaN would be summed.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Iterator
@@ -306,8 +307,10 @@ class ScoreMaker:
         q = TritonSpan.of(q_start, block_q, p.q_len, self.offset(batch), batch, head, self.q_axis)
         return q, TritonSpan.of(kv_start, block_kv, p.kv_len, 0, batch, head, 1 - self.q_axis)
 
-    def __call__(self, products: jax.Array, q: TritonSpan, kv: TritonSpan, penalty: jax.Array | None) -> Scores:
-        """Scores of a tile; ``penalty`` is :func:`sanitise`'s, or None for a tile that the mask allows entirely."""
+    def __call__(
+        self, products: jax.Array, q: TritonSpan, kv: TritonSpan, masked: bool, penalty: jax.Array | None = None
+    ) -> Scores:
+        """Scores of a tile, ``masked`` unless the mask allows it entirely; ``penalty`` is :func:`sanitise`'s."""
         p = self.problem
         scaled = products if penalty is None else products + penalty
         if not self.scales_late:
@@ -318,7 +321,7 @@ class ScoreMaker:
             loaded = self.loaded(q, kv)
             s, pull = jax.vjp(lambda s: self._apply(s, q, kv, [load.values for load in loaded]), scaled)
         kept = self._kept(q, kv)
-        if penalty is None:
+        if not masked:
             return Scores(s, None, scaled, pull, kept)
         allowed = pairs_allowed(self.x.mask, q, kv)
         if p.kv_len % kv.flat.shape[0]:
@@ -425,8 +428,8 @@ def sanitise(values: Chunks) -> tuple[Chunks, jax.Array]:
     """Readies the rows of a partly forbidden tile for a product with p or ds, where 0 * NaN would leak.
 
     Returns the tile with NaN and infinities as 0, and what to add to the q.k products so that pairs which *are*
-    allowed to see such a row still turn into NaN: 0 or NaN for each row, along axis 1 of the scores.  Call it
-    before anything else is in registers: done last, it cost a quarter of the kernel's speed in spills and occupancy.
+    allowed to see such a row still turn into NaN: 0 or NaN for each row, along axis 1 of the scores. It doubles what a
+    step costs, so kernels try without: a leak ends as NaN in the sums, and only then they start again, with it.
     """
     bad = None
     for v in values:
@@ -436,6 +439,17 @@ def sanitise(values: Chunks) -> tuple[Chunks, jax.Array]:
     penalty = jnp.where(bad > 0, jnp.float32(jnp.nan), jnp.float32(0.0))
     cleaned = tuple(jnp.where(_is_finite(v), v, jnp.zeros((), v.dtype)) for v in values)
     return cleaned, penalty[None, :]
+
+
+def nan_rows(values: Chunks) -> jax.Array:
+    """Which rows hold NaN, boolean [rows]; by integers, because a maximum drops NaN on GPUs."""
+    counts = [jnp.isnan(c).astype(jnp.int32).max(axis=1) for c in values]
+    return functools.reduce(jnp.maximum, counts) > 0
+
+
+def any_of(rows: jax.Array) -> jax.Array:
+    """Pallas has no reduction of booleans for Triton."""
+    return rows.astype(jnp.int32).max() > 0
 
 
 def _is_finite(v: jax.Array) -> jax.Array:

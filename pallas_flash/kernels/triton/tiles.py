@@ -56,7 +56,7 @@ class Tile:
 
 
 def choose(problem: Problem, kernel: str, device: Device) -> Tile:
-    """The tile of ``kernel`` ("forward", "dq", "dkv" or "dscore"), shrunk until it fits the problem and the device.
+    """The tile of ``kernel`` (of ``tile_table.KERNELS``), shrunk until it fits the problem and the device.
 
     Raises:
       ValueError: not even the smallest tile fits the device's shared memory, or none is known for such head dims.
@@ -93,9 +93,13 @@ def situation(problem: Problem, kernel: str) -> Situation:
     p = problem
     plain = p.mask == "no mask" and not p.scores
     mask = "window" if p.narrow else "packed" if p.packed else "full" if plain else "masked"
-    length = p.q_len if kernel == "dkv" else p.kv_len
+    over_queries = kernel in _OVER_QUERIES
+    length = p.q_len if over_queries else p.kv_len
     bits = 32 if p.dtype == "float32" else 16
-    return Situation("triton", kernel, bits, _dim(p), mask, kernel == "dkv" and p.group > 1, length)
+    return Situation("triton", kernel, bits, _dim(p), mask, over_queries and p.group > 1, length)
+
+
+_OVER_QUERIES = ("dkv", "dk", "dv")  # kernels whose programs own keys and walk queries
 
 
 def _dim(problem: Problem) -> int:
@@ -130,7 +134,7 @@ def _sensible(problem: Problem, kernel: str) -> Iterator[Tile]:
     wide = _dim(problem) > 128 or problem.dtype == "float32"  # its rows need smaller blocks or more threads
     for own in (32, 64, 128) if wide else (64, 128, 256):  # of the side that stays
         for other in (16, 32, 64) if wide else (32, 64, 128):
-            block_q, block_kv = (other, own) if kernel == "dkv" else (own, other)
+            block_q, block_kv = (other, own) if kernel in _OVER_QUERIES else (own, other)
             # A tensor-core product has 16 rows a warp; two warps share them where sums need more registers.
             for num_warps in sorted({max(4, own // rows) for rows in ((8, 16, 32) if wide else (16, 32))}):
                 for stages in (1, 2, 3) if wide else (2, 3):
@@ -157,6 +161,10 @@ def registers_per_thread(problem: Problem, kernel: str, tile: Tile) -> int:
         numbers, held = tile.block_q * v_dim + scores, tile.block_q * qk_dim
     elif kernel == "dkv":
         numbers, held = tile.block_kv * (qk_dim + v_dim) + 2 * scores, tile.block_kv * (qk_dim + v_dim)
+    elif kernel == "dk":
+        numbers, held = tile.block_kv * qk_dim + 2 * scores, tile.block_kv * (qk_dim + v_dim)
+    elif kernel == "dv":
+        numbers, held = tile.block_kv * v_dim + scores, tile.block_kv * qk_dim
     else:
         numbers, held = tile.block_q * qk_dim + 2 * scores, tile.block_q * (qk_dim + v_dim)
     return (numbers + (held * size // 4 if tile.registers else 0)) // threads
@@ -214,6 +222,9 @@ def shared_memory(problem: Problem, kernel: str, tile: Tile) -> int:
         resident = tile.block_q * qk_dim * size
         walked = tile.block_kv * dims * size
         return resident + tile.stages * walked
+    if kernel in ("dk", "dv"):
+        own = tile.block_kv * (dims if kernel == "dk" else qk_dim)
+        return (own + tile.stages * tile.block_q * dims) * size + 2048  # lse and delta
     own, other = (tile.block_kv, tile.block_q) if kernel == "dkv" else (tile.block_q, tile.block_kv)
     # Half of a 16-bit tile that is read both ways goes through shared memory again (16 of 112 kB at D = 512 on sm_89).
     twice = other * qk_dim if kernel == "dkv" and size == 2 else 0

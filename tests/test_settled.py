@@ -107,16 +107,59 @@ def test_such_rows_are_marked(dtype, kernels, unmended):
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("dtype, octaves", [("float32", 90), ("bfloat16", 90), ("float16", 20)])
+@pytest.mark.parametrize("dtype, octaves", [("float32", 90), ("bfloat16", 90), ("float16", 12)])
 def test_most_logits_settle(dtype, octaves, kernels, settling, unmended):
     """Rises that the number format holds need no second kernel."""
     compare_forward(rising(dtype, octaves), False, kernels)
 
 
+def steps_up(dtype, whole, later=None, length=64):
+    """Logits of 0, but for key 20 in the second whole tile and key 50, in a tested one of the last queries; octaves."""
+    q, k = (jnp.zeros((1, length, 1, 16)) for _ in range(2))
+    q, v = q.at[..., 0].set(4.0), normal(2, 1, length, 1, 16, dtype="float32") + 2
+    k = k.at[:, 20, :, 0].set(whole * np.log(2))
+    k = k if later is None else k.at[:, 50, :, 0].set(later * np.log(2))
+    return *(x.astype(dtype) for x in (q, k, v, v)), normal(5, 1, 1, length)
+
+
 @pytest.mark.everywhere
-def test_the_last_octave_before_an_overflow(kernels, settling):
-    """Sums that are numbers whose reciprocals are not normal."""
-    compare_forward(rising("float32", 126.7), False, kernels)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("whole, later", [(126.2, None), (127.5, None), (125, 126.5), (99, 127.5), (127, 129)])
+def test_the_last_octaves_before_an_overflow(dtype, whole, later, kernels, settling):
+    """Sums whose reciprocal is no normal number, and rescaling by a factor that is none: both would lose all."""
+    compare_forward(steps_up(dtype, whole, later), later is not None, kernels)
+
+
+@pytest.mark.everywhere
+def test_a_sink_far_above_what_settled(kernels, settling):
+    q, k, v, *_ = steps_up("float32", 125)
+    f = functools.partial(pf.flash_attention, sinks=jnp.full((1,), 126.5 * np.log(2), jnp.float32), return_lse=True)
+    with kernels():
+        ours, theirs = (jax.jit(functools.partial(f, implementation=tier))(q, k, v) for tier in ("triton", "xla"))
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-4)
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-6)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("octaves", [10, 13, 16.5, 18])
+def test_a_key_that_takes_all_in_float16(octaves, kernels, settling):
+    """The first token of many models, with a value of 0: what the others get are the small weights."""
+    q, k, v, *rest = steps_up("float16", 0)
+    k = k.at[:, 0, :, 0].set(jnp.float16(octaves * np.log(2)))
+    compare_forward((q, k, v.at[:, 0].set(0), *rest), False, kernels)
+
+
+def test_the_second_kernel_ends_with_the_rows(settling, monkeypatch):
+    """Behind them lie the next head's, and behind the last of these anything, NaN at worst."""
+    load = forward.load_stats
+
+    def behind_is_nan(ref, batch, head, start, block, length, other):
+        values = load(ref, batch, head, start, block, length, other)
+        return jnp.where(start < length, values, jnp.nan)
+
+    monkeypatch.setattr(forward, "load_stats", behind_is_nan)
+    monkeypatch.setattr(forward, "_CHECKED", 1024)
+    compare_forward(rising("float32", 200, length=144), True, pf.interpret)
 
 
 @pytest.mark.everywhere

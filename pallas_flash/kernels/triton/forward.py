@@ -2,10 +2,10 @@
 
 Where a program takes many tiles of keys whole, the row maximum *settles*: it is that of the first of them, and what
 follows is summed relative to it. The softmax is the same whatever is subtracted from the logits, as long as nothing
-overflows or vanishes. Nothing vanishes, since the first tile has a weight of 1; and an overflow, of logits that rise by
-127 octaves (88 nats) behind the first tile, ends as infinity or NaN in its row: such rows are marked by lse NaN, and a
-second kernel, which has nothing to do else, computes them again with a running maximum. This saves the maximum of every
-tile and the rescaling of the output.
+overflows or vanishes. Nothing vanishes that would not otherwise, since the first tile has a weight of 1. Logits that
+rise by 100 octaves (69 nats; in float16 by 16 octaves, 11 nats) behind the first tile end as infinity, NaN, or a sum or
+a rise beyond 2**100: such rows are marked by lse NaN, and a second kernel, which has nothing to do else, computes them
+again with a running maximum. This saves the maximum of every tile and the rescaling of the output.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .tiles import Tile
 # twice and for the second kernel. Half of it for heads up to 64, whose softmax is a larger part of the work.
 MANY_STEPS = 12
 _CHECKED = 1024  # rows that a program of the second kernel looks at
-_HEADROOM = 8  # octaves below 1 for the first tile's largest weight in float16, which ends at 2**16
+_FAR = 100.0  # octaves; a factor of 2**-127 would be 0, and so would 1 / l be of a sum of 2**127
 
 
 def forward(problem: Problem, x: Operands, tile: Tile, interpret: bool, *, keep_rest: bool) -> Output:
@@ -129,7 +129,8 @@ def _again_kernel(
 
     @pl.when(any_of(marked(run * _CHECKED, _CHECKED)))
     def _():
-        jax.lax.fori_loop(jnp.int32(0), jnp.int32(_CHECKED // tile.block_q), again, None)
+        here = jnp.minimum(_CHECKED, p.q_len - run * _CHECKED)
+        jax.lax.fori_loop(jnp.int32(0), pl.cdiv(here, tile.block_q), again, None)
 
 
 def _store(p: Problem, tile: Tile, place: Any, refs: Any, o: Chunks, lse: jax.Array, only: Any = None) -> None:
@@ -171,8 +172,7 @@ def _attend(
         return score(dot_chunks(q, k, p, interpret), *spans, masked, penalty)
 
     def settle(j, m):
-        m = jnp.maximum(m, scores_of(load(x.k, j, False), j, False).s.max(axis=1))
-        return m + _HEADROOM / score.unit if p.dtype == "float16" else m
+        return jnp.maximum(m, scores_of(load(x.k, j, False), j, False).s.max(axis=1))
 
     def step(j, carry, masked):
         m, l, acc = carry
@@ -192,6 +192,7 @@ def _attend(
     m = jnp.full((tile.block_q,), LOWEST, jnp.float32)
     if settled and loops is not None:
         m = first_full(loops, visits, place, settle, m)
+    first_m = m
     l = jnp.zeros((tile.block_q,), jnp.float32)
     acc = tuple(jnp.zeros((tile.block_q, c.size), jnp.float32) for c in chunks_of(p.v_head_dim, p.dtype))
     m, l, acc = walk(loops, visits, place, step, (m, l, acc))
@@ -210,7 +211,8 @@ def _attend(
     if not careful:
         bad = nan_rows(acc)
         if settled:
-            # Above 2**126 1 / l is below the normal numbers; infinity less itself is NaN.
-            bad |= ~(l < 2.0**126) | nan_rows(tuple(a - a for a in acc))
+            # A tested tile or a sink may have risen so far that rescaling made 0 of all before; inf - inf is NaN.
+            lost = (first_m > LOWEST) & ((m - first_m) * score.unit > _FAR)
+            bad |= lost | ~(l < 2.0**_FAR) | nan_rows(tuple(a - a for a in acc))
         lse = jnp.where(bad, jnp.nan, lse)
     return o, lse

@@ -83,7 +83,7 @@ def flash_attention(
       alibi_slopes: float [N] or [B, N]; subtracts ``slope * |position - key position|``.  Differentiable.
       score: a :class:`pallas_flash.Score`, or a list of them, that changes the scaled logits; its float arrays are
         differentiable.  The order: scale, soft cap, bias, ALiBi, scores as given, then every mask.
-      precision: of the products of float32 inputs: None or "default" (TF32 on a GPU, as XLA does) or "highest".
+      precision: of the products of float32 inputs: None, "default" or "high" (TF32 on a GPU, as XLA does) or "highest".
       backward: ``"auto"``, ``"deterministic"`` or ``"fast"``; the triton tier's is always deterministic.
       return_lse: also return the natural-log normaliser of each row, float32 [B, N, T], differentiable.
 

@@ -296,6 +296,8 @@ def window_of(size: Any) -> Window:
     sides = tuple(size) if isinstance(size, Sequence) or getattr(size, "ndim", 0) else (size, size)
     try:
         left, right = (None if side is None else operator.index(side) for side in sides)
+        if any(isinstance(side, bool) for side in sides):
+            raise TypeError
     except (TypeError, ValueError):
         raise ValueError(
             "local_window_size must be an int or a pair (left, right) of ints or None, known at trace time; "

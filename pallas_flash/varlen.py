@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .attention import flash_attention
 from .checks import as_array, as_flag, as_int_array, as_size, bounded, one_of
@@ -68,8 +69,10 @@ def varlen_attention(
             "alibi_slopes needs keys packed as the queries are (cu_seqlens_k=None): it counts distances in packed "
             "rows; a score that reads the positions from fields of its own can count others"
         )
-    cu_q = _offsets("cu_seqlens_q", cu_seqlens_q)
-    cu_k = cu_q if cu_seqlens_k is None else _offsets("cu_seqlens_k", cu_seqlens_k)
+    cu_q = _offsets("cu_seqlens_q", cu_seqlens_q, tokens=jnp.shape(query)[0])
+    cu_k = (
+        cu_q if cu_seqlens_k is None else _offsets("cu_seqlens_k", cu_seqlens_k, tokens=next(iter(jnp.shape(key)), 0))
+    )
     if cu_q.shape != cu_k.shape:
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must bound the same number of sequences; got shapes {cu_q.shape} and "
@@ -159,8 +162,16 @@ def _rows(cu: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return row, jnp.clip(sequence, 0, cu.size - 2)
 
 
-def _offsets(name: str, x: Any, sequences: int = 1) -> jax.Array:
+def _offsets(name: str, x: Any, sequences: int = 1, tokens: int | None = None) -> jax.Array:
+    """As int32; of offsets that are known now the values are checked too."""
     x = as_int_array(name, x)
     if x.ndim != 1 or x.size <= sequences:
         raise ValueError(f"{name} must have shape [sequences + 1]; got shape {x.shape}")
+    if tokens is not None and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable:
+        known = np.asarray(x)
+        if known[0] < 0 or (np.diff(known) < 0).any() or known[-1] > tokens:
+            raise ValueError(
+                f"{name} must never decrease, from 0 to at most the {tokens} rows that there are; "
+                f"got {known.tolist()!s:.80}"
+            )
     return bounded(x, 0, 2**29)

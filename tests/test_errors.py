@@ -37,6 +37,7 @@ VALUE_ERRORS = {
     "window": ({"local_window_size": -1}, r"local_window_size=-1: sizes must be >= 0; use None"),
     "window pair": ({"local_window_size": (3, -2)}, r"local_window_size=\(3, -2\)"),
     "window triple": ({"local_window_size": (1, 2, 3)}, r"must be an int or a pair \(left, right\) of ints or None, known at trace time; got \(1, 2, 3\)"),
+    "window bool": ({"local_window_size": True}, r"local_window_size must be an int or a pair .*; got True"),
     "window float": ({"local_window_size": 2.5}, r"must be an int or a pair .*; got 2.5"),
     "alignment": ({"causal_alignment": "centre"}, r"causal_alignment must be one of 'top_left', 'bottom_right'; got 'centre'"),
     "offset twice": ({"causal_alignment": "bottom_right", "q_offset": 1}, r"give one of them"),

@@ -177,6 +177,9 @@ def test_errors_of_pack(function, arguments, text):
         ({"local_window_size": (-1, 0)}, "sizes must be >= 0"),
         ({"is_causal": "no"}, "is_causal must be True or False"),
         ({"mask": pf.Causal}, "mask is the class Causal"),
+        ({"cu_seqlens_q": [0, 3, 1, 4]}, r"must never decrease, from 0 to at most the 4 rows.*; got \[0, 3, 1, 4\]"),
+        ({"cu_seqlens_q": np.array([-1, 4])}, r"cu_seqlens_q must never decrease, from 0"),
+        ({"cu_seqlens_k": jnp.array([0, 5])}, r"cu_seqlens_k must never decrease, from 0 to at most the 4 rows"),
         ({"cu_seqlens_q": np.array([0, 2**40])}, "cu_seqlens_q holds numbers beyond int32"),
     ],
 )  # fmt: skip

@@ -30,6 +30,8 @@ class Recorder:
         self.seconds[report.nodeid] += report.duration
         if report.failed:
             self.failed.append(report.nodeid)
+            # At once: of a run that is cut short this is all that is left.
+            print(f"\nFAILED {report.nodeid}: {str(report.longrepr).splitlines()[-1]}", flush=True)
         elif report.skipped:
             self.skipped[report.nodeid] = str(report.longrepr[2] if report.longrepr else "")
         elif report.when == "call":

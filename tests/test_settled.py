@@ -114,30 +114,33 @@ def test_most_logits_settle(dtype, octaves, kernels, settling, unmended):
 
 
 def steps_up(dtype, whole, later=None, length=64):
-    """Logits of 0, but for key 20 in the second whole tile and key 50, in a tested one of the last queries; octaves."""
+    """Logits of 0, but for key 20 in the second whole tile and key 50, in a tested one of the last queries; in nats."""
     q, k = (jnp.zeros((1, length, 1, 16)) for _ in range(2))
     q, v = q.at[..., 0].set(4.0), normal(2, 1, length, 1, 16, dtype="float32") + 2
-    k = k.at[:, 20, :, 0].set(whole * np.log(2))
-    k = k if later is None else k.at[:, 50, :, 0].set(later * np.log(2))
+    k = k.at[:, 20, :, 0].set(whole)
+    k = k if later is None else k.at[:, 50, :, 0].set(later)
     return *(x.astype(dtype) for x in (q, k, v, v)), normal(5, 1, 1, length)
 
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("whole, later", [(126.2, None), (127.5, None), (125, 126.5), (99, 127.5), (127, 129)])
+@pytest.mark.parametrize("whole, later", [(87.5, None), (88.5, None), (86.5, 87.5), (68.5, 88.5), (88.0, 89.5)])
 def test_the_last_octaves_before_an_overflow(dtype, whole, later, kernels, settling):
-    """Sums whose reciprocal is no normal number, and rescaling by a factor that is none: both would lose all."""
+    """Sums whose reciprocal is no normal number, and rescaling by a factor that is none: both would lose all.
+
+    88.7 nats are 2**128; the logits are exact in every dtype, in TF32 too.
+    """
     compare_forward(steps_up(dtype, whole, later), later is not None, kernels)
 
 
 @pytest.mark.everywhere
 def test_a_sink_far_above_what_settled(kernels, settling):
-    q, k, v, *_ = steps_up("float32", 125)
-    f = functools.partial(pf.flash_attention, sinks=jnp.full((1,), 126.5 * np.log(2), jnp.float32), return_lse=True)
+    q, k, v, *_ = steps_up("float32", 86.5)
+    f = functools.partial(pf.flash_attention, sinks=jnp.full((1,), 87.5, jnp.float32), return_lse=True)
     with kernels():
         ours, theirs = (jax.jit(functools.partial(f, implementation=tier))(q, k, v) for tier in ("triton", "xla"))
-    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-4)
-    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-6)
+    np.testing.assert_allclose(ours[0], theirs[0], atol=5e-3)  # TF32 on a GPU
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5)
 
 
 @pytest.mark.everywhere

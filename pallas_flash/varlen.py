@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .attention import flash_attention
 from .checks import as_array, as_flag, as_int_array, as_size, bounded, one_of
@@ -167,7 +168,7 @@ def _offsets(name: str, x: Any, sequences: int = 1, tokens: int | None = None) -
     x = as_int_array(name, x)
     if x.ndim != 1 or x.size <= sequences:
         raise ValueError(f"{name} must have shape [sequences + 1]; got shape {x.shape}")
-    if tokens is not None and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable:
+    if tokens is not None and not isinstance(x, Tracer) and x.is_fully_addressable:
         known = np.asarray(x)
         if known[0] < 0 or (np.diff(known) < 0).any() or known[-1] > tokens:
             raise ValueError(

@@ -1,5 +1,7 @@
 """Kernels lower for CUDA on a machine without a GPU: a kernel that breaks is seen before the GPU is asked."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -36,9 +38,18 @@ def gradient(case):
 @pytest.mark.parametrize("case", [*CASES, *BIG_CASES], ids=str)
 def test_case_lowers(case):
     function, arguments = gradient(case)
-    text = lower(function, *arguments)
-    for kernel in ("flash_forward", "flash_dq", "flash_dkv", *(["flash_dscore"] if arguments[3] is not None else [])):
-        assert kernel in text
+    dscore = {"flash_dscore"} if arguments[3] is not None else set()
+    wanted = {"flash_forward", "flash_dq", *of_keys(max(case.dim, case.v_dim or 0)), *dscore}
+    assert named(lower(function, *arguments)) >= wanted
+
+
+def of_keys(dim):
+    """Kernels of the gradients of keys and values: two where one would hold too much (test_tiles)."""
+    return {"flash_dk", "flash_dv"} if 128 < dim <= 256 else {"flash_dkv"}
+
+
+def named(text):
+    return set(re.findall(r"flash_[a-z]+", text))
 
 
 def wide_values(jaxpr):
@@ -105,4 +116,4 @@ def test_large_heads_lower_on_smaller_gpus(dim, dtype, kind):
     """BR-48: without tuning flags, also with a bias and segments."""
     extra = {} if dim != 128 else {
         "bias": jnp.zeros((1, 2, 300, 300)), "q_segment_ids": jnp.zeros((1, 300), jnp.int32)}  # fmt: skip
-    assert "flash_dkv" in gradient_text(300, dim, dtype, kind, **extra)
+    assert named(gradient_text(300, dim, dtype, kind, **extra)) >= of_keys(dim)
